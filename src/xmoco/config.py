@@ -1,0 +1,400 @@
+"""One typed, strict configuration. Recipes and ``key=value`` overrides merge into it.
+
+Every field's description is what ``xmoco pretrain --help-config`` prints, so it is written for users.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from xmoco.errors import UserError, nearest
+
+Probability = Annotated[float, Field(ge=0, le=1)]
+Range = Annotated[tuple[float, float], Field(strict=False)]  # yaml has lists, not tuples
+Rgb = Annotated[tuple[float, float, float], Field(strict=False)]
+
+
+class Section(BaseModel):
+    """A group of settings: strict types, unknown keys refused, never changed after loading."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class DataConfig(Section):
+    source: str = Field(
+        "patterns",
+        description="A folder of images, a .tar, .tar.gz or .tar.xz, `patterns` (embedded), "
+        "or a torchvision set by name (`torchvision:CIFAR10`).",
+    )
+    labels: Literal["auto", "folders", "none"] = Field(
+        "auto",
+        description="Whether subfolders are classes: `auto` decides from the layout. "
+        "Training never sees labels; the kNN monitor does.",
+    )
+    root: str = Field("data", description="Where torchvision sets are kept.")
+    download: bool = Field(False, description="Download a torchvision set that is not there yet.")
+    short_side: int = Field(
+        512,
+        ge=32,
+        description="Images whose shorter side is longer than this are shrunk to it when decoded.",
+    )
+    resident_gib: float = Field(
+        4.0,
+        ge=0,
+        description="Sets of equally sized images up to this many GiB are kept decoded on the "
+        "training device; larger ones are read and decoded while training.",
+    )
+
+
+class ViewsConfig(Section):
+    size: int = Field(224, ge=8, le=1024, description="Side of a view in pixels.")
+    crop_scale: Range = Field((0.2, 1.0), description="Share of the image's area a crop covers.")
+    crop_ratio: Range = Field((3 / 4, 4 / 3), description="Width : height of a crop.")
+    flip: Probability = Field(0.5, description="Chance of a horizontal flip.")
+    jitter: Probability = Field(0.8, description="Chance of colour jitter.")
+    brightness: float = Field(0.8, ge=0, le=1, description="Brightness factor within 1 ± this.")
+    contrast: float = Field(0.8, ge=0, le=1, description="Contrast factor within 1 ± this.")
+    saturation: float = Field(0.8, ge=0, le=1, description="Saturation factor within 1 ± this.")
+    hue: float = Field(0.2, ge=0, le=0.5, description="Hue shift within ± this; 0.5 is a full turn.")
+    grey: Probability = Field(0.2, description="Chance of turning grey.")
+    invert: Probability = Field(0.0, description="Chance of inverting all colours.")
+    blur: Probability = Field(0.5, description="Chance of Gaussian blur.")
+    blur_kernel: int = Field(
+        23,
+        ge=1,
+        description="Odd side of the blur kernel at 224 px; it scales with the view's size.",
+    )
+    blur_sigma: Range = Field((0.1, 2.0), description="Standard deviation of the blur in pixels.")
+    mean: Rgb = Field(
+        (0.485, 0.456, 0.406), description="Subtracted from the channels (0 to 1)."
+    )
+    std: Rgb = Field(
+        (0.228, 0.224, 0.225), description="Divides the channels afterwards."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        low, high = self.crop_scale
+        if not 0 < low <= high <= 1:
+            raise ValueError(f"crop_scale must be 0 < low ≤ high ≤ 1, not {low}, {high}")
+        if not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:
+            raise ValueError("crop_ratio must be 0 < low ≤ high")
+        if not 0 < self.blur_sigma[0] <= self.blur_sigma[1]:
+            raise ValueError("blur_sigma must be 0 < low ≤ high")
+        if self.blur_kernel % 2 == 0:
+            raise ValueError(f"blur_kernel must be odd, not {self.blur_kernel}")
+        if min(self.std) <= 0:
+            raise ValueError("std must be positive")
+        return self
+
+
+Backbone = Literal[
+    "tiny",
+    "resnet18",
+    "resnet34",
+    "resnet50",
+    "resnet101",
+    "resnet152",
+    "resnet50w2",
+    "resnet50w4",
+]
+
+
+class ModelConfig(Section):
+    backbone: Backbone = Field("resnet50", description="The network that is kept after training.")
+    stem: Literal["imagenet", "cifar"] = Field(
+        "imagenet", description="`imagenet`: 7×7 stride 2 and pooling; `cifar`: 3×3, for small images."
+    )
+    head_layers: int = Field(4, ge=2, le=5, description="Layers of the projection head.")
+    head_hidden: int = Field(2048, ge=1, description="Width of the head's hidden layers.")
+    feature_size: int = Field(128, ge=2, description="Length d of queries and keys.")
+    batch_norm: Literal["auto", "plain", "split", "shuffled", "synchronised"] = Field(
+        "auto",
+        description="How batch statistics are kept from telling a query its key: `split` uses groups "
+        "inside one process, `shuffled` swaps keys between processes, `synchronised` shares "
+        "statistics (CUDA), `plain` does nothing. `auto`: split for one process, shuffled for many.",
+    )
+    batch_norm_groups: int = Field(8, ge=2, description="Groups of `split` batch norm.")
+
+
+class MoCoConfig(Section):
+    """Settings of every method with a momentum encoder and key banks."""
+
+    bank_length: int = Field(4096, ge=2, description="Keys K kept in each bank.")
+    temperature: float = Field(0.2, gt=0, description="τ: divides similarities before the softmax.")
+    key_momentum: float = Field(
+        0.999, ge=0, le=1, description="m: g ← m·g + (1−m)·f after every step."
+    )
+
+
+class XMoCoConfig(MoCoConfig):
+    name: Literal["xmoco"] = Field("xmoco", description="Extended momentum contrast.")
+    sharpness: float = Field(2.0, gt=0, description="λ: how closely soft labels follow similarities.")
+    positive_mass: float = Field(
+        0.9, gt=0, le=1, description="ξ: the share of a soft label given to the positive."
+    )
+    sinkhorn_iterations: int = Field(3, ge=1, le=1000, description="Rounds of label balancing.")
+    history: Literal["queries", "probabilities", "none"] = Field(
+        "queries",
+        description="Past rows that join the label balancing: `queries` recomputes them against "
+        "today's bank (O(K·d) memory), `probabilities` stores them as in the paper (O(K²)).",
+    )
+
+
+class MoCoV2PlusConfig(MoCoConfig):
+    name: Literal["mocov2plus"] = Field(
+        "mocov2plus", description="MoCo v2 with symmetric InfoNCE and two banks."
+    )
+
+
+class OptimConfig(Section):
+    learning_rate: float = Field(
+        0.0675, gt=0, description="SGD rate per 256 images; scaled by batch / 256 and printed."
+    )
+    cosine_offset: float = Field(
+        0.1, ge=0, le=1, description="Share of the rate left at the end of the cosine schedule."
+    )
+    warmup_epochs: float = Field(0.0, ge=0, description="Epochs of linear warm-up.")
+    weight_decay: float = Field(1e-4, ge=0, description="Weight decay of SGD.")
+    sgd_momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of SGD.")
+
+
+class TrainConfig(Section):
+    epochs: int = Field(200, ge=1, description="Passes over the images.")
+    batch: int = Field(512, ge=2, description="Images per step over all processes.")
+    accumulate: int = Field(
+        1, ge=1, description="Split a step's batch into this many parts to save memory."
+    )
+    seed: int = Field(0, ge=0, description="Order of samples and views are functions of it.")
+    checkpoint_minutes: float = Field(
+        10.0, ge=0, description="Minutes between checkpoints; one is also written at epoch ends."
+    )
+    log_every: int = Field(20, ge=1, description="Steps between lines in metrics.jsonl.")
+
+
+class MonitorConfig(Section):
+    knn_every: int = Field(1, ge=0, description="Epochs between kNN measurements; 0: never.")
+    knn_k: int = Field(200, ge=1, description="Neighbours that vote.")
+    knn_temperature: float = Field(0.1, gt=0, description="Votes weigh exp(similarity / this).")
+    knn_images: int = Field(
+        50_000, ge=1, description="At most this many training images vote, and as many are judged."
+    )
+
+
+class RunConfig(Section):
+    """Where and how it runs. Only these may change when a run is resumed."""
+
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="Kind of device.")
+    devices: int = Field(1, ge=1, description="Processes per machine, each with its own device.")
+    nodes: int = Field(1, ge=1, description="Machines.")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="Arithmetic of the encoders: `auto` is bf16 on CUDA, fp32 elsewhere."
+    )
+    readers: int = Field(8, ge=1, description="Threads that read and decode images per process.")
+
+
+class Config(Section):
+    """Everything a run depends on."""
+
+    data: DataConfig = DataConfig()
+    views: ViewsConfig = ViewsConfig()
+    model: ModelConfig = ModelConfig()
+    method: Annotated[XMoCoConfig | MoCoV2PlusConfig, Field(discriminator="name")] = XMoCoConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    run: RunConfig = RunConfig()
+
+
+METHODS: dict[str, type[MoCoConfig]] = {"xmoco": XMoCoConfig, "mocov2plus": MoCoV2PlusConfig}
+
+Settings = dict[str, dict[str, Any]]
+
+
+def load_config(
+    recipe: str | Path | None = None,
+    overrides: Iterable[str] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> Config:
+    """The recipe (a name, a yaml file, or none for plain defaults) with changes to it.
+
+    Changes come as ``key=value`` texts and as a mapping of keys to values. A key is
+    ``section.field``, or just ``field``: no two sections share a field. All mistakes are reported
+    at once, in one ``UserError``.
+    """
+    merged: Settings = {} if recipe is None else read_recipe(recipe)
+    mistakes: list[str] = []
+    changes: list[tuple[str, Any]] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if equals:
+            changes.append((key.strip(), _parse(text)))
+        else:
+            mistakes.append(f"{override!r} is not of the form key=value")
+    for key, value in [*changes, *(settings or {}).items()]:
+        path = _find_field(key)
+        if path is None:
+            known = [name for pair in all_fields() for name in (pair[1], ".".join(pair))]
+            mistakes.append(f"unknown key {key!r}{nearest(key, known)}")
+        elif path == ("method", "name"):
+            merged["method"] = _method_section(value, merged.get("method", {}))
+        else:
+            section, field = path
+            merged[section] = merged.get(section, {}) | {field: value}
+    return _validated(merged, mistakes)
+
+
+def config_from_settings(settings: Any) -> Config:
+    """Settings as they stand in a run's config.yaml."""
+    if not isinstance(settings, dict):
+        raise UserError("it holds no settings.")
+    return _validated(settings, [])
+
+
+def read_recipe(recipe: str | Path) -> Settings:
+    """The settings of a recipe, those of the recipe it ``inherits`` from included."""
+    text, where = _recipe_text(recipe)
+    try:
+        content = yaml.load(text, Loader=_Loader) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"{where} is not valid yaml: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{where} must hold sections such as `train:`, not {type(content).__name__}.")
+    parent = content.pop("inherits", None)
+    settings: Settings = {} if parent is None else read_recipe(parent)
+    for section, fields in content.items():
+        if section == "method" and isinstance(fields, str):
+            fields = {"name": fields}
+        if section in settings and isinstance(fields, dict):
+            settings[section] = settings[section] | fields
+        else:
+            settings[section] = fields
+    return settings
+
+
+def recipe_names() -> list[str]:
+    folder = resources.files("xmoco") / "recipes"
+    return sorted(item.name[:-5] for item in folder.iterdir() if item.name.endswith(".yaml"))
+
+
+def all_fields() -> Iterator[tuple[str, str]]:
+    """Every (section, field) of any method's configuration."""
+    for section, info in Config.model_fields.items():
+        kinds = METHODS.values() if section == "method" else [info.annotation]
+        seen: dict[str, None] = {}
+        for kind in kinds:
+            assert isinstance(kind, type) and issubclass(kind, Section)
+            seen |= dict.fromkeys(kind.model_fields)
+        yield from ((section, field) for field in seen)
+
+
+def config_yaml(config: Config) -> str:
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """``section.field: old → new`` for everything but where the run takes place."""
+    before, after = old.model_dump(), new.model_dump()
+    found = []
+    for section in before:
+        if section == "run":
+            continue
+        for field in before[section] | after[section]:
+            was, now = before[section].get(field), after[section].get(field)
+            if was != now:
+                found.append(f"{section}.{field}: {was} → {now}")
+    return found
+
+
+def _recipe_text(recipe: str | Path) -> tuple[str, str]:
+    if str(recipe) in recipe_names():
+        resource = resources.files("xmoco") / "recipes" / f"{recipe}.yaml"
+        return resource.read_text(encoding="utf-8"), f"recipe {recipe}"
+    path = Path(recipe)
+    if path.suffix in {".yaml", ".yml"}:
+        try:
+            return path.read_text(encoding="utf-8"), str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not a text file"
+            raise UserError(f"cannot read the recipe {path}: {reason}") from None
+    names = recipe_names()
+    raise UserError(
+        f"unknown recipe {str(recipe)!r}{nearest(str(recipe), names)}; "
+        f"there are {', '.join(names)}, or give a .yaml file."
+    )
+
+
+def _find_field(key: str) -> tuple[str, str] | None:
+    if key == "method":
+        return "method", "name"
+    fields = list(all_fields())
+    section, dot, field = key.partition(".")
+    if dot:
+        return (section, field) if (section, field) in fields else None
+    matches = [pair for pair in fields if pair[1] == key]
+    return matches[0] if matches else None
+
+
+def _method_section(name: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings for another method: what the recipe says for this one is kept where it fits."""
+    kind = METHODS.get(name)
+    known = settings if kind is None else {k: v for k, v in settings.items() if k in kind.model_fields}
+    return known | {"name": name}
+
+
+def _validated(settings: Settings, mistakes: list[str]) -> Config:
+    settings = dict(settings)
+    method = settings.get("method")
+    if isinstance(method, dict):
+        settings["method"] = {"name": "xmoco"} | method
+    try:
+        config = Config.model_validate(settings)
+    except ValidationError as error:
+        mistakes = mistakes + [_sentence(item) for item in error.errors()]
+    if mistakes:
+        raise UserError("; ".join(dict.fromkeys(mistakes)) + ".")
+    return config
+
+
+def _sentence(error: Any) -> str:
+    """One pydantic error as ``section.field: what is wrong``, without the method's tag."""
+    place = [str(part) for part in error["loc"]]
+    if len(place) > 1 and place[0] == "method" and place[1] in METHODS:
+        del place[1]
+    key = ".".join(place)
+    match error["type"]:
+        case "extra_forbidden":
+            sections = list(Config.model_fields)
+            siblings = [f for s, f in all_fields() if s == place[0]] if len(place) > 1 else sections
+            return f"unknown key {key!r}{nearest(place[-1], siblings)}"
+        case "union_tag_invalid":
+            name = error["input"].get("name")
+            return f"unknown method {name!r}{nearest(str(name), METHODS)}; there are {', '.join(METHODS)}"
+        case "value_error":
+            return f"{key}: {error['msg'].removeprefix('Value error, ')}"
+        case _:
+            reason = error["msg"].removeprefix("Input ")
+            return f"{key} = {error['input']!r}: {reason}"
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe yaml that reads 1e-4 as a number: yaml 1.1 asks for 1.0e-4."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def _parse(text: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        return text

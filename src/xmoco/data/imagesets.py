@@ -1,0 +1,94 @@
+"""What every source of images becomes: an ``ImageSet``, read by position."""
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from xmoco.data.decode import UnreadableImage, decode_rgb
+from xmoco.data.trees import Tree
+
+
+class ImageSet(ABC):
+    """Images by position. Reading is safe from many threads at once."""
+
+    name: str
+    """Shown to users and kept in records: ``folder photos (train)``."""
+    labels: Tensor | None
+    """int64 (n,) on the CPU: each image's position in ``classes``."""
+    classes: tuple[str, ...] | None
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, index: int) -> Tensor:
+        """The image as uint8 (3, height, width) on the CPU; raises ``UnreadableImage``."""
+
+    @abstractmethod
+    def where(self, index: int) -> str:
+        """How to find the image, for messages."""
+
+
+class ArrayImages(ImageSet):
+    """Equally sized images that are decoded already: uint8 (n, 3, height, width), on any device.
+
+    ``shown`` gives the position in the original set of the picture at each place. It is other than
+    0, 1, 2 … only where unreadable images were replaced.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pixels: Tensor,
+        labels: Tensor | None = None,
+        classes: tuple[str, ...] | None = None,
+        shown: Tensor | None = None,
+    ) -> None:
+        self.name = name
+        self.pixels = pixels
+        self.labels = labels
+        self.classes = classes
+        self.shown = torch.arange(len(pixels)) if shown is None else shown
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def read(self, index: int) -> Tensor:
+        return self.pixels[index].cpu()
+
+    def where(self, index: int) -> str:
+        return f"{self.name}: image {index}"
+
+
+class EncodedImages(ImageSet):
+    """Image files in a folder or an archive, read and decoded when asked for."""
+
+    def __init__(
+        self,
+        name: str,
+        tree: Tree,
+        paths: list[str],
+        labels: Tensor | None,
+        classes: tuple[str, ...] | None,
+        short_side: int,
+    ) -> None:
+        self.name = name
+        self.labels = labels
+        self.classes = classes
+        self._tree = tree
+        self._paths = paths
+        self._short_side = short_side
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def read(self, index: int) -> Tensor:
+        try:
+            data = self._tree.read(self._paths[index])
+        except OSError as error:
+            raise UnreadableImage(error.strerror or str(error)) from error
+        return decode_rgb(data, self._short_side)
+
+    def where(self, index: int) -> str:
+        return self._tree.where(self._paths[index])

@@ -1,0 +1,75 @@
+"""What the paths of images say: which are for training, which for testing, and their classes.
+
+- Folders that merely wrap the others are passed through. Beneath them, a folder ``train`` makes the
+  training split, and the first there is of ``val``, ``valid``, ``validation`` and ``test`` the test
+  split. Without ``train``, everything is for training.
+- If all images lie directly in two or more subfolders of the split, these are the classes.
+
+Paths are relative, with ``/``; folders end in ``/``.
+"""
+
+from posixpath import commonpath, dirname
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from xmoco.errors import UserError
+
+TRAIN_FOLDER = "train"
+TEST_FOLDERS = ("val", "valid", "validation", "test")
+
+LabelRule = Literal["auto", "folders", "none"]
+
+
+def split_folders(paths: list[str]) -> tuple[str, str | None]:
+    """The folders of the training and the test split."""
+    # What the first and the last path in the order of names share, all in between share too.
+    top = f"{commonpath([dirname(min(paths)), dirname(max(paths))])}/".lstrip("/")
+    before, train, _ = f"/{top}".partition(f"/{TRAIN_FOLDER}/")
+    if train:  # there is nothing but training images
+        return f"{before}{train}".removeprefix("/"), None
+    inside = {path[len(top) :].partition("/")[0] for path in paths if "/" in path[len(top) :]}
+    if TRAIN_FOLDER in inside:
+        test = next((f"{top}{name}/" for name in TEST_FOLDERS if name in inside), None)
+        return f"{top}{TRAIN_FOLDER}/", test
+    if any("/" not in path[len(top) :] for path in paths):  # no mere wrapper: it may be a class
+        top = top[: top.rstrip("/").rfind("/") + 1]
+    return top, None
+
+
+def train_classes(paths: list[str], rule: LabelRule) -> tuple[str, ...] | None:
+    """The classes of the training split, whose images have ``paths`` inside it."""
+    folders = _folder_of_each(paths, rule)
+    if folders is None:
+        return None
+    classes = tuple(sorted(set(folders)))
+    return None if rule == "auto" and len(classes) < 2 else classes
+
+
+def labels_of(paths: list[str], classes: tuple[str, ...] | None, rule: LabelRule) -> Tensor | None:
+    """Each image's position in ``classes``; none if the folders of this split are no classes."""
+    folders = _folder_of_each(paths, rule)
+    if classes is None or folders is None:
+        return None
+    number = {name: position for position, name in enumerate(classes)}
+    unknown = sorted(set(folders) - set(number))
+    if unknown:
+        raise UserError(
+            f"the test images have a class {unknown[0]} that the training images do not have; "
+            "remove it, or set data.labels=none"
+        )
+    return torch.tensor([number[name] for name in folders], dtype=torch.int64)
+
+
+def _folder_of_each(paths: list[str], rule: LabelRule) -> list[str] | None:
+    """The first folder of every path, where the rule takes folders for classes."""
+    if rule == "none" or (rule == "auto" and any(path.count("/") != 1 for path in paths)):
+        return None
+    at_top = next((path for path in paths if "/" not in path), None)
+    if at_top is not None:
+        raise UserError(
+            f"with data.labels=folders every image must lie in the folder of its class, "
+            f"but {at_top} does not; move it, or set data.labels=none"
+        )
+    return [path.partition("/")[0] for path in paths]

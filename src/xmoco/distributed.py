@@ -1,0 +1,46 @@
+"""What processes that train together tell each other. In a single process every function is the identity.
+
+Losses use these, so that they work unchanged inside anyone's DistributedDataParallel loop.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def processes() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+@torch.no_grad()
+def gather(rows: Tensor) -> Tensor:
+    """The rows of every process one below the other, in rank order; no gradient flows through."""
+    if processes() == 1:
+        return rows.detach()
+    rows = rows.detach().contiguous()
+    parts = [torch.empty_like(rows) for _ in range(processes())]
+    dist.all_gather(parts, rows)
+    return torch.cat(parts)
+
+
+@torch.no_grad()
+def logsumexp_over_rows(rows: Tensor) -> Tensor:
+    """Column-wise logsumexp over the rows of all processes: (m, k) → (k,)."""
+    total = rows.logsumexp(dim=0)
+    if processes() == 1:
+        return total
+    # The exponent is taken relative to the largest part, as in any stable logsumexp.
+    largest = total.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    share = (total - largest).exp()
+    dist.all_reduce(share, dist.ReduceOp.SUM)
+    return largest + share.log()
+
+
+def own_share(rows: Tensor) -> Tensor:
+    """This process's part of rows that all processes hold: every W-th, starting at its rank."""
+    return rows[rank() :: processes()]

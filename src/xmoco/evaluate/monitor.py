@@ -1,0 +1,100 @@
+"""The kNN monitor: is it learning? Where labels exist, a run is judged as it goes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xmoco.config import Config
+from xmoco.data import ImageSet
+from xmoco.evaluate.features import backbone_features, pixel_features
+from xmoco.evaluate.knn import knn_accuracy, nearest_neighbours
+from xmoco.records import Record
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """Measures kNN accuracy on labelled images: test images judged by training images.
+
+    Without a test split every training image is judged by the others.
+    """
+
+    config: Config
+    work: str
+    train: ImageSet
+    test: ImageSet | None
+    device: torch.device
+
+    @property
+    def possible(self) -> bool:
+        """Judging needs labels on both sides."""
+        return all(images.labels is not None for images in self._sets())
+
+    def raw_pixels(self) -> Record:
+        sets = [
+            pixel_features(images, self.config.views, self.device, self.config.run.readers)
+            for images in self._sets()
+        ]
+        return self._judge(sets, subject="raw pixels", features="pixels", epoch=0, step=0)
+
+    def untrained(self, backbone: nn.Module) -> Record:
+        sets = self._features(backbone)
+        return self._judge(sets, subject="untrained", features="backbone", epoch=0, step=0)
+
+    def trained(self, backbone: nn.Module, epoch: int, step: int) -> Record:
+        sets = self._features(backbone)
+        subject = self.config.method.name
+        return self._judge(sets, subject=subject, features="backbone", epoch=epoch, step=step)
+
+    def neighbours(
+        self, backbone: nn.Module, queries: int, k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Some images to ask about (their positions), their neighbours among the training images
+        (positions), and the similarities, for a picture of both."""
+        bank, *rest = self._features(backbone)
+        asked = rest[0] if rest else bank
+        chosen = torch.linspace(0, len(asked) - 1, queries).long()
+        extra = 0 if rest else 1  # without a test split the nearest neighbour is the image itself
+        _, similarities, positions = next(
+            nearest_neighbours(bank, asked[chosen.to(asked.device)], k + extra)
+        )
+        return chosen, positions[:, extra:].cpu(), similarities[:, extra:].cpu()
+
+    def _sets(self) -> list[ImageSet]:
+        return [self.train] if self.test is None else [self.train, self.test]
+
+    def _features(self, backbone: nn.Module) -> list[Tensor]:
+        config = self.config
+        return [
+            backbone_features(backbone, images, config.views, self.device, config.run.readers)
+            for images in self._sets()
+        ]
+
+    def _judge(
+        self, sets: list[Tensor], *, subject: str, features: str, epoch: int, step: int
+    ) -> Record:
+        monitor = self.config.monitor
+        assert self.train.labels is not None
+        accuracy = knn_accuracy(
+            sets[0],
+            self.train.labels,
+            None if self.test is None else sets[1],
+            None if self.test is None else self.test.labels,
+            ks=(monitor.knn_k,),
+            temperature=monitor.knn_temperature,
+        )[monitor.knn_k]
+        protocol: dict[str, Any] = {
+            "data": self.train.name,
+            "split": "leave one out" if self.test is None else "test",
+            "features": features,
+            "size": self.config.views.size,
+            "k": monitor.knn_k,
+            "temperature": monitor.knn_temperature,
+            "bank_images": len(self.train),
+            "judged_images": len(self._sets()[-1]),
+            "epoch": epoch,
+            "step": step,
+        }
+        seed = self.config.train.seed
+        return Record("knn_top1", accuracy, "%", subject, self.work, protocol, seed)

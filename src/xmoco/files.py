@@ -1,0 +1,37 @@
+"""Files are written whole or not at all."""
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from xmoco.errors import UserError
+
+
+def write_whole(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
+    """Put ``content`` (bytes, or a function that writes them) at ``path`` in one move.
+
+    It goes to a temporary neighbour, to the disk, and only then under its name: whatever happens
+    meanwhile, ``path`` holds either the old content or the new. A full disk is a ``UserError``.
+    """
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        try:
+            with part.open("wb") as file:
+                if callable(content):
+                    content(file)
+                else:
+                    file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        finally:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+    except (OSError, RuntimeError) as error:
+        # torch.save reports a failed write as a RuntimeError that came up while handling it.
+        cause = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(cause, OSError):
+            raise
+        raise UserError(f"could not write {path}: {cause.strerror or cause}.") from error

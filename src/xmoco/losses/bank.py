@@ -1,0 +1,61 @@
+"""Memory of past batches: two ring buffers whose slots belong together (step 3 of the method)."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from xmoco.distributed import gather
+
+
+class PairedRing(nn.Module):
+    """The last ``length`` rows of either side; slot j of both sides comes from the same image.
+
+    Rings wrap around when their length is no multiple of the batch. ``entered`` counts the rows so
+    far; it stays on the host, so that no step waits for the device, and is part of ``state_dict``
+    like the rows.
+    """
+
+    source: Tensor
+    target: Tensor
+
+    def __init__(self, length: int, width: int) -> None:
+        super().__init__()
+        self.entered = 0
+        self.register_buffer("source", torch.zeros(length, width))
+        self.register_buffer("target", torch.zeros(length, width))
+
+    @property
+    def length(self) -> int:
+        return len(self.source)
+
+    @property
+    def fill(self) -> float:
+        """The share of slots that hold a row of a past batch."""
+        return min(1.0, self.entered / self.length)
+
+    @torch.no_grad()
+    def enter(self, source: Tensor, target: Tensor) -> None:
+        """Let the rows of all processes, in rank order, replace the oldest."""
+        source, target = gather(source), gather(target)
+        count = len(source)
+        kept = min(count, self.length)
+        newest = torch.arange(count - kept, count, device=source.device)
+        slots = (self.entered + newest) % self.length
+        self.source[slots] = source[count - kept :].to(self.source.dtype)
+        self.target[slots] = target[count - kept :].to(self.target.dtype)
+        self.entered += count
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.entered)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.entered = int(state)
+
+
+class KeyBanks(PairedRing):
+    """The banks B_s and B_t of keys. Like MoCo's, they begin with random unit vectors."""
+
+    def __init__(self, length: int, feature_size: int) -> None:
+        super().__init__(length, feature_size)
+        self.source.copy_(F.normalize(torch.randn(length, feature_size), dim=1))
+        self.target.copy_(F.normalize(torch.randn(length, feature_size), dim=1))

@@ -1,0 +1,56 @@
+"""The symmetric loss of MoCo v2+ as a module that owns its banks."""
+
+import torch
+from torch import Tensor, nn
+
+from xmoco.losses.bank import KeyBanks
+from xmoco.losses.gauges import similarity_gauges
+from xmoco.losses.infonce import infonce
+from xmoco.losses.similarity import crossed_similarities
+
+
+class MoCoLoss(nn.Module):
+    """InfoNCE of source queries against target keys and the other way round, over two banks.
+
+    Args:
+        feature_size: length d of queries and keys.
+        bank_length: keys K in each bank.
+        temperature: τ.
+    """
+
+    def __init__(
+        self, feature_size: int = 128, bank_length: int = 4096, temperature: float = 0.2
+    ) -> None:
+        super().__init__()
+        self.temperature = temperature
+        self.banks = KeyBanks(bank_length, feature_size)
+
+    def forward(
+        self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss and its two terms, for unit-length features (N, d); the keys then enter."""
+        log_p_s, log_p_t = self.similarities(q_s, q_t, k_s, k_t)
+        terms = {"source": infonce(log_p_s), "target": infonce(log_p_t)}
+        self.banks.enter(k_s, k_t)
+        return terms["source"] + terms["target"], terms
+
+    def similarities(
+        self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """log P_s and log P_t. The banks are copied: new keys enter before the backward pass."""
+        expected = (len(q_s), self.banks.source.shape[1])
+        for name, features in {"q_s": q_s, "q_t": q_t, "k_s": k_s, "k_t": k_t}.items():
+            if features.shape != expected:
+                raise ValueError(
+                    f"{name} has shape {tuple(features.shape)}, expected {expected}: one row per "
+                    "image of the batch, as long as feature_size."
+                )
+        return (
+            crossed_similarities(q_s, k_t, self.banks.target.clone(), self.temperature),
+            crossed_similarities(q_t, k_s, self.banks.source.clone(), self.temperature),
+        )
+
+    @torch.no_grad()
+    def gauges(self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor) -> dict[str, Tensor]:
+        """What a log wants to know of this batch; changes nothing. Call it before ``forward``."""
+        return similarity_gauges(*self.similarities(q_s, q_t, k_s, k_t))

@@ -1,0 +1,18 @@
+"""MoCo v2+: symmetric InfoNCE over two banks, the baseline that XMoCo extends."""
+
+from torch import Tensor
+
+from xmoco.config import MoCoV2PlusConfig, ModelConfig
+from xmoco.losses import MoCoLoss
+from xmoco.methods.base import MomentumMethod, Step
+
+
+class MoCoV2Plus(MomentumMethod):
+    def __init__(self, model: ModelConfig, settings: MoCoV2PlusConfig) -> None:
+        loss = MoCoLoss(model.feature_size, settings.bank_length, settings.temperature)
+        super().__init__(model, settings, loss)
+
+    def forward(self, x_s: Tensor, x_t: Tensor, measure: bool = False) -> Step:
+        q_s, q_t = self.encoder(x_s), self.encoder(x_t)
+        k_s, k_t = self.keys(x_s), self.keys(x_t)
+        return self.contrast(q_s, q_t, k_s, k_t, measure)

@@ -1,0 +1,1 @@
+"""Networks: backbones, heads, batch norm variants, the encoder and its momentum copy."""

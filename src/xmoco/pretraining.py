@@ -1,0 +1,280 @@
+"""Pre-training from images to weights: puts data, method, loop, monitor and report together."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from lightning_fabric import Fabric
+from rich.console import Console
+from torch import nn
+
+from xmoco.config import Config, ModelConfig, differences, load_config
+from xmoco.data import Batches, ImageSet, open_images
+from xmoco.data.subset import at_most
+from xmoco.errors import UserError
+from xmoco.evaluate.monitor import Monitor
+from xmoco.methods import build_method
+from xmoco.nn.weights import BackboneCard, load_backbone, read_card, save_backbone
+from xmoco.report.page import write_report
+from xmoco.report.pictures import picture_neighbours, picture_views
+from xmoco.train.engine import build_fabric, describe_batch_norm, resolve_batch_norm
+from xmoco.train.loop import Spectator, Training
+from xmoco.train.run_folder import RunFolder
+from xmoco.witness import Witness
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a finished run left behind."""
+
+    folder: Path
+    weights: Path
+    report: Path
+    knn: dict[str, float]
+    """Last kNN accuracy in percent by subject: the method's, "untrained" and "raw pixels"."""
+    seconds: float
+    """Time spent training in this session."""
+
+
+def pretrain(
+    recipe: str | Path | None = None,
+    *,
+    data: str | Path | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    weights: str | Path | None = None,
+    overrides: Iterable[str] = (),
+    **settings: Any,
+) -> RunResult:
+    """Train a backbone on images and return where everything is.
+
+    Args:
+        recipe: a recipe's name (``demo``, ``cifar10`` …) or a yaml file; none for plain defaults.
+        data: a folder, a tar archive, or a known set; replaces the recipe's.
+        out: the run folder, which must be new unless ``resume``; by default under ``runs``.
+        resume: continue the run in ``out`` exactly where it was interrupted.
+        weights: start from the backbone of another run.
+        overrides: settings as ``key=value``, as on the command line.
+        settings: settings as keywords, e.g. ``epochs=20, batch=256``.
+
+    Example::
+
+        result = xmoco.pretrain("demo", out="runs/first", epochs=5)
+        backbone = xmoco.load_backbone(result.weights)
+    """
+    if data is not None:
+        settings["source"] = str(data)
+    folder = None if out is None else Path(out)
+    if resume:
+        if folder is None:
+            raise UserError("say with --out which run to resume.")
+        if weights is not None:
+            raise UserError("--weights starts a new run and --resume goes on with one: give one.")
+        config = _resumed_config(RunFolder.open(folder), recipe, overrides, settings)
+    else:
+        config = load_config(recipe, overrides, settings)
+    fabric = build_fabric(config.run)
+    fabric.launch()
+    console = Console(quiet=not fabric.is_global_zero)
+    return _run(config, fabric, console, folder, resume, weights)
+
+
+def _resumed_config(
+    run: RunFolder, recipe: str | Path | None, overrides: Iterable[str], settings: dict[str, Any]
+) -> Config:
+    """The run's own configuration; whatever else is asked for must agree with it."""
+    own = run.config()
+    if recipe is not None:
+        asked = load_config(recipe, overrides, settings)
+    else:
+        asked = load_config(run.path / "config.yaml", overrides, settings)
+    changed = differences(own, asked)
+    if changed:
+        raise UserError(
+            f"{run.path} was started with another configuration ({'; '.join(changed)}): "
+            "resume it without these changes, or start a new run with --out."
+        )
+    return own.model_copy(update={"run": asked.run})
+
+
+def _run(
+    config: Config,
+    fabric: Fabric,
+    console: Console,
+    folder: Path | None,
+    resume: bool,
+    weights: str | Path | None,
+) -> RunResult:
+    # All that can be wrong is found out before anything is written.
+    train = config.train
+    share = _share(config, fabric.world_size)
+    model = resolve_batch_norm(config.model, fabric, share)
+    path = _on_first(fabric, lambda: folder if resume and folder else _free_path(folder, config))
+    torch.manual_seed(train.seed)
+    method = build_method(model, config.method)
+    if weights is not None:
+        _start_from(weights, config, method.encoder.backbone)
+    images, test = open_images(config.data, "train"), open_images(config.data, "test")
+    assert images is not None
+    with console.status(f"reading {images.name}"):
+        batches = Batches(
+            images,
+            batch=train.batch,
+            seed=train.seed,
+            device=fabric.device,
+            rank=fabric.global_rank,
+            processes=fabric.world_size,
+            readers=config.run.readers,
+            resident_gib=config.data.resident_gib,
+            known_unreadable=RunFolder(path).unreadable(),
+        )
+
+    run = _on_first(fabric, lambda: RunFolder(path) if resume else RunFolder.create(path, config))
+    training = Training(config, fabric, method, batches, run)
+    resumed = resume and training.restore()
+    monitor = Monitor(
+        config,
+        work=work_name(config),
+        train=at_most(batches.images, config.monitor.knn_images),
+        test=None if test is None else at_most(test, config.monitor.knn_images),
+        device=fabric.device,
+    )
+    seconds = 0.0
+    if fabric.is_global_zero:
+        run.forget_after(training.step)
+        run.write_environment(
+            device=str(fabric.device), processes=fabric.world_size, batch_norm=model.batch_norm
+        )
+    if training.step < training.total_steps or not run.weights.exists():
+        witness = Witness(config, training, monitor, run, console) if fabric.is_global_zero else None
+        for line in _introduction(config, model, training, images, resumed):
+            _say(line, console, run, fabric)
+        started = time.perf_counter()
+        if witness is None:
+            training.train(Spectator())
+        else:
+            with witness:
+                training.train(witness)
+        seconds = time.perf_counter() - started
+    return _on_first(fabric, lambda: _finish(config, training, monitor, run, seconds))
+
+
+def work_name(config: Config) -> str:
+    """What was done, for records: runs of the same work compare."""
+    return f"{source_name(config)}-{config.model.backbone}-{config.train.epochs}ep"
+
+
+def source_name(config: Config) -> str:
+    name = Path(config.data.source).name.lower().removeprefix("torchvision:")
+    return name.partition(".")[0] or "images"
+
+
+def _share(config: Config, processes: int) -> int:
+    """Images that go through the encoder at once."""
+    batch, accumulate = config.train.batch, config.train.accumulate
+    if batch % (processes * accumulate):
+        among = f"{processes} processes" if processes > 1 else ""
+        parts = f"{accumulate} parts" if accumulate > 1 else ""
+        wanted = " and ".join(filter(None, (among, parts)))
+        raise UserError(f"a batch of {batch} cannot be shared equally by {wanted}.")
+    return batch // (processes * accumulate)
+
+
+def _free_path(folder: Path | None, config: Config) -> Path:
+    if folder is not None:
+        RunFolder.refuse_existing(folder)
+        return folder
+    name = f"{source_name(config)}-{config.method.name}"
+    numbers = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+    return next(path for n in numbers if not (path := Path("runs") / f"{name}{n}").exists())
+
+
+def _start_from(weights: str | Path, config: Config, backbone: nn.Module) -> None:
+    card, path = read_card(weights)
+    if (card.backbone, card.stem) != (config.model.backbone, config.model.stem):
+        raise UserError(
+            f"{path} holds a {card.backbone} with {card.stem} stem, but the run trains a "
+            f"{config.model.backbone} with {config.model.stem} stem."
+        )
+    backbone.load_state_dict(load_backbone(weights).state_dict())
+
+
+def _introduction(
+    config: Config, model: ModelConfig, training: Training, images: ImageSet, resumed: bool
+) -> Iterator[str]:
+    """What a person wants to know before waiting."""
+    method, train, fabric = config.method, config.train, training.fabric
+    millions = sum(p.numel() for p in training.method.encoder.parameters()) / 1e6
+    labels = "no labels" if images.classes is None else f"{len(images.classes)} classes"
+    yield f"{images.name}: {len(images):,} images, {labels}"
+    if images.classes is not None:
+        yield "labels are used by the kNN monitor only"
+    yield f"{method.name} on {config.model.backbone}, {millions:.1f} M parameters with its head"
+    yield (
+        f"{fabric.world_size} × {fabric.device.type}, batch {train.batch}, learning rate "
+        f"{config.optim.learning_rate:g} × {train.batch}/256 = {training.peak_rate:g}"
+    )
+    yield f"batch norm: {describe_batch_norm(model)}"
+    if method.bank_length > len(images):
+        yield (
+            f"warning: a bank of {method.bank_length} keys is larger than the {len(images)} images, "
+            "so an image meets itself as a negative; lower bank_length"
+        )
+    if training.batches.unreadable:
+        count = len(training.batches.unreadable)
+        yield f"warning: {count} images cannot be read and were replaced; see unreadable.txt"
+    if resumed:
+        epoch = training.step / training.steps_per_epoch
+        yield f"going on after step {training.step} (epoch {epoch:.1f})"
+    yield f"run folder: {training.run.path}"
+
+
+def _finish(
+    config: Config, training: Training, monitor: Monitor, run: RunFolder, seconds: float
+) -> RunResult:
+    """Weights and report of a finished run."""
+    backbone = training.method.encoder.backbone
+    card = BackboneCard(
+        backbone=config.model.backbone,
+        stem=config.model.stem,
+        size=config.views.size,
+        mean=config.views.mean,
+        std=config.views.std,
+        method=config.method.name,
+        epochs=config.train.epochs,
+    )
+    save_backbone(backbone, card, run.weights)
+    report = write_report(
+        run.path,
+        views_png=picture_views(monitor.train, config.views, config.train.seed, monitor.device),
+        neighbours_png=picture_neighbours(monitor, backbone),
+        summary={"Training time": f"{seconds:.0f} s"} if seconds else {},
+    )
+    return RunResult(run.path, run.weights, report, run.last_knn(), seconds)
+
+
+
+def _say(line: str, console: Console, run: RunFolder, fabric: Fabric) -> None:
+    if fabric.is_global_zero:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        run.log(line)
+
+
+def _on_first(fabric: Fabric, action: Callable[[], T]) -> T:
+    """Do something on the first process only; all get its result, or raise its ``UserError``."""
+    outcome: tuple[T | None, str | None] = (None, None)
+    if fabric.is_global_zero:
+        try:
+            outcome = (action(), None)
+        except UserError as error:
+            outcome = (None, str(error))
+    result, mistake = fabric.broadcast(outcome)
+    if mistake is not None:
+        raise UserError(mistake)
+    return cast(T, result)

@@ -1,0 +1,267 @@
+"""A run's curves, drawn from its ``metrics.jsonl`` and nothing else.
+
+Methods differ in what they log, so a panel is made for whatever is there: kNN beside its baselines,
+the loss and its terms, and one for every other value. Each panel has labelled axes and a scale that
+does not flatter: percentages run from 0 to 100, probabilities from 0 to 1, amounts from zero.
+Figures are made by matplotlib's object interface: nothing global changes in the caller's program.
+"""
+
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from xmoco.errors import UserError
+
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Series:
+    """A value over epochs."""
+
+    epochs: Sequence[float]
+    values: Sequence[float]
+
+
+@dataclass(frozen=True)
+class History:
+    """What a run measured: training values by name, and records. And with which configuration."""
+
+    training: Mapping[str, Series]
+    records: Sequence[Record]
+    config: Mapping[str, Any]
+
+    @property
+    def method(self) -> str:
+        return str(self.config.get("method", {}).get("name", "unknown method"))
+
+    @property
+    def chance(self) -> float | None:
+        """ln(K+1), the cross entropy of a guess among the positive and K keys."""
+        length = self.config.get("method", {}).get("bank_length")
+        return math.log(length + 1) if length else None
+
+    def knn_records(self) -> list[Record]:
+        """The kNN accuracies that may be compared: all with the k of the first."""
+        records = [record for record in self.records if record["measure"] == "knn_top1"]
+        return [record for record in records if _k(record) == _k(records[0])]
+
+    def knn(self) -> dict[str, Series]:
+        """kNN accuracy over epochs by subject: the run's own first, then the baselines."""
+        points: dict[str, dict[float, float]] = {}
+        for record in self.knn_records():
+            points.setdefault(record["subject"], {})[record["protocol"]["epoch"]] = record["value"]
+        series = {subject: _series(by_epoch) for subject, by_epoch in points.items()}
+        order = sorted(series, key=lambda name: (name != self.method, -series[name].values[-1]))
+        return {subject: series[subject] for subject in order}
+
+
+def read_history(run: Path) -> History:
+    """Reads a run folder. Where a resumed run repeated steps, the later line counts."""
+    metrics = run / "metrics.jsonl"
+    if not metrics.is_file():
+        raise UserError(f"{run} has no metrics.jsonl, so it is not a run folder of xmoco.")
+    training: dict[str, dict[float, float]] = {}
+    records: list[Record] = []
+    for line in metrics.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # a run that is killed while it writes leaves half a line
+        if "measure" in entry:
+            records.append(entry)
+        elif "values" in entry:
+            for name, value in entry["values"].items():
+                training.setdefault(name, {})[entry["epoch"]] = value
+    config_file = run / "config.yaml"
+    config = (
+        yaml.safe_load(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
+    )
+    return History(
+        training={name: _series(points) for name, points in training.items()},
+        records=records,
+        config=config,
+    )
+
+
+def _series(points: Mapping[float, float]) -> Series:
+    epochs = sorted(points)
+    return Series(epochs, [points[epoch] for epoch in epochs])
+
+
+def _k(record: Record) -> object:
+    return record["protocol"].get("k")
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot: curves, constant levels to compare them with, and what the scale must include."""
+
+    title: str
+    unit: str
+    curves: Mapping[str, Series]
+    levels: Mapping[str, float] = field(default_factory=dict)
+    includes: Sequence[float] = ()
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a logged value is shown: in words, in which unit, on a scale that includes what."""
+
+    title: str
+    unit: str
+    includes: Sequence[float] = (0,)
+    factor: float = 1.0  # from the logged number to the unit
+
+
+# What methods and the loop are known to log, in the order shown. Other names are shown as they are.
+LOOKS: Mapping[str, Look] = {
+    "positive_probability": Look("Probability of the positive", "probability", (0, 1)),
+    "label_entropy": Look("Entropy of the labels", "nats"),
+    "consistency_gap": Look("Gap between the two sides", "nats"),
+    "feature_spread": Look("Spread of the features (0 = collapsed)", "spread"),
+    "effective_rank": Look("Effective rank of the features", "dimensions"),
+    "learning_rate": Look("Learning rate", "rate"),
+    "images_per_second": Look("Speed", "images/s"),
+    "waiting": Look("Time spent waiting for data", "%", (0, 100), factor=100),
+    "bank_fill": Look("Filling of the banks", "%", (0, 100), factor=100),
+}
+
+
+def panels(history: History) -> list[Panel]:
+    """Everything there is to plot, the most telling first."""
+    return [*_knn_panel(history), *_loss_panels(history), *_other_panels(history)]
+
+
+def _knn_panel(history: History) -> list[Panel]:
+    knn = history.knn()
+    own = {subject: series for subject, series in knn.items() if subject == history.method}
+    baselines = {subject: knn[subject].values[-1] for subject in knn if subject not in own}
+    return [Panel("kNN accuracy", "top-1, %", own, baselines, (0, 100))] if knn else []
+
+
+def _loss_panels(history: History) -> list[Panel]:
+    total = {name: series for name, series in history.training.items() if name == "loss"}
+    terms = {
+        name.removeprefix("loss/").replace("_", " "): series
+        for name, series in history.training.items()
+        if name.startswith("loss/")
+    }
+    # Chance is the level of a single cross entropy, so a total of several is not held against it.
+    chance = {"chance, ln(K+1)": history.chance} if history.chance else {}
+    found = []
+    if total:
+        found.append(Panel("Loss", "nats", total, {} if terms else chance))
+    if terms:
+        found.append(Panel("Terms of the loss", "nats", terms, chance))
+    return found
+
+
+def _other_panels(history: History) -> list[Panel]:
+    names = [name for name in history.training if name.split("/")[0] != "loss"]
+    known = [name for name in LOOKS if name in names]
+    unknown = sorted(set(names) - set(known))
+    found = []
+    for name in known + unknown:
+        look = LOOKS.get(name, Look(name.replace("_", " "), "value", ()))
+        series = history.training[name]
+        shown = Series(series.epochs, [look.factor * value for value in series.values])
+        found.append(Panel(look.title, look.unit, {name: shown}, includes=look.includes))
+    return found
+
+
+@dataclass(frozen=True)
+class Theme:
+    """Colours of ink, grid and paper; the page shows the one that fits the reader's screen."""
+
+    ink: str
+    grid: str
+    paper: str
+    curves: Sequence[str]
+
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart; lightened for dark paper.
+LIGHT = Theme("#33373d", "#e3e5e8", "#ffffff", ("#0072b2", "#d55e00", "#009e73", "#cc79a7"))
+DARK = Theme("#d5d8dc", "#373b42", "#1b1e23", ("#56b4e9", "#f0a04b", "#3ec9a0", "#e39ac4"))
+CURVE_STYLES = ("-", "--", "-.", ":")
+WIDTH, HEIGHT = 4.0, 2.75  # of a panel, in inches
+FEW_POINTS = 40  # up to here every point is marked; a single one would not be seen otherwise
+
+
+def draw_curves(run: Path, theme: Theme = LIGHT) -> Figure:
+    """All of a run's panels in one figure."""
+    found = panels(read_history(run))
+    columns = min(3, max(1, len(found)))
+    rows = max(1, math.ceil(len(found) / columns))
+    figure = _figure(WIDTH * columns, HEIGHT * rows, theme)
+    figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
+    for index, panel in enumerate(found):
+        draw_panel(figure.add_subplot(rows, columns, index + 1), panel, theme)
+    if not found:
+        figure.text(0.5, 0.5, "nothing measured yet", color=theme.ink, ha="center", va="center")
+    return figure
+
+
+def panel_png(panel: Panel, theme: Theme) -> bytes:
+    """A single panel as a picture, for places where a wide figure would be too small to read."""
+    figure = _figure(WIDTH, HEIGHT, theme)
+    # Fixed margins, so that the panels of a page line up.
+    draw_panel(figure.add_axes((0.19, 0.17, 0.78, 0.72)), panel, theme)
+    return to_png(figure)
+
+
+def draw_panel(axes: Axes, panel: Panel, theme: Theme) -> None:
+    for index, (label, series) in enumerate(panel.curves.items()):
+        axes.plot(
+            series.epochs,
+            series.values,
+            label=label,
+            color=theme.curves[index % len(theme.curves)],
+            linestyle=CURVE_STYLES[index % len(CURVE_STYLES)],
+            linewidth=1.6,
+            marker="o" if len(series.values) <= FEW_POINTS else None,
+            markersize=3,
+        )
+    for index, (label, level) in enumerate(panel.levels.items()):
+        style = (0, (4 + 4 * index, 2))  # every further level has longer dashes
+        axes.axhline(level, label=f"{label} {level:.3g}", color=theme.ink, linestyle=style, lw=1)
+    title = axes.set_title(panel.title, loc="left", fontsize=10, weight="bold", color=theme.ink)
+    title.set_parse_math(False)  # names may hold dollar signs
+    axes.set_xlabel("epoch", color=theme.ink, fontsize=9)
+    axes.set_ylabel(panel.unit, color=theme.ink, fontsize=9)
+    if panel.includes:
+        axes.update_datalim([(0, value) for value in panel.includes], updatex=False)
+        axes.autoscale_view()
+    axes.tick_params(colors=theme.ink, labelsize=8, length=0)
+    axes.yaxis.set_major_formatter("{x:,.6g}")
+    axes.grid(color=theme.grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_facecolor(theme.paper)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(theme.grid)
+    if len(panel.curves) + len(panel.levels) > 1:
+        legend = axes.legend(fontsize=8, facecolor=theme.paper, edgecolor="none")
+        for text in legend.get_texts():
+            text.set(color=theme.ink, parse_math=False)
+
+
+def to_png(figure: Figure) -> bytes:
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=180, facecolor=figure.get_facecolor())
+    return picture.getvalue()
+
+
+def _figure(width: float, height: float, theme: Theme) -> Figure:
+    figure = Figure(figsize=(width, height), facecolor=theme.paper)
+    FigureCanvasAgg(figure)
+    return figure

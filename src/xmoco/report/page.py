@@ -1,0 +1,256 @@
+"""``report.html``: a run on one page, in one file that opens anywhere.
+
+Pictures are embedded, nothing is fetched and nothing is executed (the page's own security policy
+forbids both), and it follows the reader's light or dark screen. Everything that came from outside
+(names, paths, configuration) is escaped.
+"""
+
+import base64
+import os
+import statistics
+from collections.abc import Iterable, Mapping
+from html import escape
+from pathlib import Path
+
+from xmoco.report.curves import DARK, LIGHT, History, Panel, panel_png, panels, read_history
+
+TORCHVISION_BACKBONES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+
+STYLE = """
+:root { color-scheme: light dark; --ink: #23262b; --soft: #666c75; --line: #e3e5e8; --paper: #fff;
+  --ground: #f6f7f8; --accent: #0072b2; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e4e6e9; --soft: #9aa1ab; --line: #373b42;
+  --paper: #1b1e23; --ground: #121417; --accent: #56b4e9; } }
+* { box-sizing: border-box; }
+body { margin: 0; background: var(--ground); color: var(--ink);
+  font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", sans-serif; }
+main { max-width: 70rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }
+h1 { font-size: 1.9rem; line-height: 1.2; margin: 0; letter-spacing: -.01em; }
+h2 { font-size: 1.2rem; margin: 2.75rem 0 .75rem; }
+p { max-width: 44rem; margin: .5rem 0; }
+.soft { color: var(--soft); }
+.lead { font-size: 1.15rem; margin: 1.25rem 0; }
+table { border-collapse: collapse; width: 100%; max-width: 44rem;
+  font-variant-numeric: tabular-nums; }
+th, td { text-align: left; font-weight: inherit; padding: .4rem .75rem .4rem 0;
+  border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
+th { color: var(--soft); width: 30%; }
+.own, .own th { font-weight: 650; color: var(--ink); }
+.number { width: 5rem; text-align: right; white-space: nowrap; }
+.bar div { height: .6rem; border-radius: .3rem; background: var(--line); overflow: hidden; }
+.bar span { display: block; height: 100%; background: var(--soft); }
+.own .bar span { background: var(--accent); }
+.grid { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(20rem, 100%), 1fr));
+  gap: 1rem; }
+.card { background: var(--paper); border: 1px solid var(--line); border-radius: .6rem;
+  padding: .75rem; overflow-x: auto; }
+.card img { display: block; width: 100%; height: auto; }
+.sheet img { min-width: 36rem; max-width: 60rem; margin: 0 auto; }
+pre { background: var(--paper); border: 1px solid var(--line); border-radius: .6rem; padding: 1rem;
+  overflow-x: auto; margin: .75rem 0;
+  font: .85rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
+summary { cursor: pointer; color: var(--accent); }
+"""
+
+
+def write_report(
+    run: Path,
+    *,
+    views_png: bytes | None,
+    neighbours_png: bytes | None,
+    summary: Mapping[str, str],
+) -> Path:
+    """Writes ``report.html`` into the run folder, whole or not at all, and returns its path.
+
+    ``summary`` gives rows for the table of facts, such as the time it took.
+    """
+    history = read_history(run)
+    title = _title(history)
+    sections = [
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="soft">run {escape(run.resolve().name)}</p>',
+        _results(history),
+        _facts(history, summary),
+        _curves(panels(history)),
+        _sheet(
+            "Views",
+            "What the network learns from: two random views of each image should be recognised as "
+            "the same, whatever the crop and the colours.",
+            views_png,
+        ),
+        _sheet(
+            "Nearest neighbours",
+            "Each query and the images whose features are most similar, with their cosine "
+            "similarity. Where classes are known, ✓ in a solid frame is the query's class and ✗ in "
+            "a dotted frame is another; training never saw them.",
+            neighbours_png,
+        ),
+        _weights(history, run),
+        _details("Configuration", _read(run / "config.yaml")),
+        _details("Environment", _read(run / "environment.json")),
+    ]
+    page = f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+ content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
+<title>{escape(title)}</title>
+<style>{STYLE}</style>
+</head>
+<body>
+<main>
+{"".join(sections)}
+</main>
+</body>
+</html>
+"""
+    report = run / "report.html"
+    _write_whole(report, page)
+    return report
+
+
+def _title(history: History) -> str:
+    source = str(history.config.get("data", {}).get("source", "unknown data"))
+    data = Path(source).name or source
+    backbone = history.config.get("model", {}).get("backbone", "unknown backbone")
+    return f"{history.method} on {data}, {backbone}"
+
+
+def _results(history: History) -> str:
+    """kNN beside its baselines: a sentence, a table with bars, and how it was measured."""
+    knn = history.knn()
+    if not knn:
+        return '<p class="lead">No kNN accuracy was measured (it needs labelled images).</p>'
+    rows = "".join(
+        f"<tr{' class=own' if subject == history.method else ''}><th>{escape(subject)}</th>"
+        f'<td class="number">{value:.1f} %</td>'
+        f'<td class="bar"><div><span style="width: {value:.1f}%"></span></div></td></tr>'
+        for subject, value in ((subject, series.values[-1]) for subject, series in knn.items())
+    )
+    return f"""
+<p class="lead">{escape(_sentence(history))}</p>
+<table>{rows}</table>
+<p class="soft">{escape(_protocol(history))}</p>"""
+
+
+def _sentence(history: History) -> str:
+    knn = history.knn()
+    baselines = [
+        f"{series.values[-1]:.1f} % ({subject})"
+        for subject, series in knn.items()
+        if subject != history.method
+    ]
+    own = knn.get(history.method)
+    if own is None:
+        return f"Before training, kNN accuracy is {' and '.join(baselines)}."
+    beside = f", against {' and '.join(baselines)}" if baselines else ""
+    best = max(own.values)
+    epoch = own.epochs[own.values.index(best)]
+    peak = f" The best was {best:.1f} % after epoch {epoch:g}." if best > own.values[-1] else ""
+    return (
+        f"After {own.epochs[-1]:g} epochs a kNN classifier on the learnt features is right for "
+        f"{own.values[-1]:.1f} % of the test images{beside}.{peak}"
+    )
+
+
+def _protocol(history: History) -> str:
+    record = history.knn_records()[-1]
+    protocol = record["protocol"].items()
+    settings = [f"{name} {value}" for name, value in protocol if name not in ("epoch", "step")]
+    return f"kNN, top-1: {', '.join(settings)}; seed {record.get('seed', 'unknown')}."
+
+
+def _facts(history: History, summary: Mapping[str, str]) -> str:
+    facts = dict(summary)
+    speed = history.training.get("images_per_second")
+    if speed:
+        facts.setdefault("Speed", f"{statistics.median(speed.values):,.0f} images/s (median)")
+    return f"<h2>The run</h2>{_table(facts.items())}" if facts else ""
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    cells = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
+    return f"<table>{''.join(cells)}</table>"
+
+
+def _curves(found: Iterable[Panel]) -> str:
+    cards = "".join(f'<div class="card">{_picture(panel)}</div>' for panel in found)
+    content = f'<div class="grid">{cards}</div>' if cards else "<p>Nothing was logged yet.</p>"
+    return f"<h2>Curves</h2>{content}"
+
+
+def _picture(panel: Panel) -> str:
+    """A panel drawn twice: for light and for dark screens."""
+    last = ", ".join(f"{name} {series.values[-1]:.4g}" for name, series in panel.curves.items())
+    text = escape(f"{panel.title} over epochs, {panel.unit}; at the end: {last or 'nothing'}")
+    light, dark = (_uri(panel_png(panel, theme)) for theme in (LIGHT, DARK))
+    return (
+        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+        f'<img src="{light}" alt="{text}"></picture>'
+    )
+
+
+def _sheet(title: str, explanation: str, png: bytes | None) -> str:
+    if png is None:
+        return ""
+    return f"""
+<h2>{title}</h2><p>{explanation}</p>
+<div class="card sheet"><img src="{_uri(png)}" alt="{title}"></div>"""
+
+
+def _uri(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+
+
+def _weights(history: History, run: Path) -> str:
+    file = f"{run.resolve().name}/backbone.safetensors"
+    ours = f"""import xmoco
+
+backbone = xmoco.load_backbone({file!r})
+features = backbone(images)  # images: (N, 3, height, width), normalised as in training"""
+    return f"""
+<h2>Using the weights</h2>
+<pre>{escape(ours)}</pre>
+{_torchvision_way(history, file)}"""
+
+
+def _torchvision_way(history: History, file: str) -> str:
+    model = history.config.get("model", {})
+    if model.get("backbone") not in TORCHVISION_BACKBONES:
+        return "<p>torchvision has no backbone of this shape, so xmoco builds it.</p>"
+    stem = """
+backbone.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)  # the stem for small images
+backbone.maxpool = torch.nn.Identity()"""
+    theirs = f"""import torch, torchvision
+from safetensors.torch import load_file
+
+backbone = torchvision.models.{model["backbone"]}(){stem if model.get("stem") == "cifar" else ""}
+backbone.fc = torch.nn.Identity()  # features instead of classes
+backbone.load_state_dict(load_file({file!r}))"""
+    return f"<p>Or without xmoco:</p><pre>{escape(theirs)}</pre>"
+
+
+def _details(title: str, text: str | None) -> str:
+    if text is None:
+        return ""
+    return f"<h2>{title}</h2><details><summary>show</summary><pre>{escape(text)}</pre></details>"
+
+
+def _read(file: Path) -> str | None:
+    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """A reader sees the old file or the new one, never half; a failure leaves nothing behind."""
+    temporary = file.with_name(file.name + ".tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.replace(file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,1 @@
+"""Training: the loop, schedules, checkpoints, the run folder and what a person sees meanwhile."""

@@ -1,0 +1,78 @@
+"""Devices, precision and processes, by way of Lightning Fabric."""
+
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import DDPStrategy
+
+from xmoco.config import Config, ModelConfig, RunConfig
+from xmoco.errors import UserError
+
+
+def build_fabric(run: RunConfig) -> Fabric:
+    device = _device(run.device)
+    precision = run.precision
+    if precision == "auto":
+        precision = "bf16" if device == "cuda" else "fp32"
+    many = run.devices * run.nodes > 1
+    if many and device == "mps":
+        raise UserError("one machine has one MPS device: use devices=1, or device=cpu.")
+    if device == "cuda" and run.devices > torch.cuda.device_count():
+        raise UserError(
+            f"devices={run.devices}, but this machine has {torch.cuda.device_count()} CUDA devices."
+        )
+    return Fabric(
+        accelerator=device,
+        devices=run.devices,
+        num_nodes=run.nodes,
+        precision="bf16-mixed" if precision == "bf16" else "32-true",
+        # Banks are the same everywhere by construction, and batch statistics belong to a process:
+        # nothing to broadcast before every step.
+        strategy=DDPStrategy(broadcast_buffers=False) if many else "auto",
+    )
+
+
+def resolve_batch_norm(model: ModelConfig, fabric: Fabric, images_per_forward: int) -> ModelConfig:
+    """``auto`` becomes what suits the number of processes; what cannot work is a ``UserError``."""
+    choice = model.batch_norm
+    if choice == "auto":
+        choice = "shuffled" if fabric.world_size > 1 else "split"
+    if choice == "shuffled" and fabric.world_size == 1:
+        raise UserError(
+            "batch_norm=shuffled swaps keys between processes, and there is one; "
+            "use batch_norm=split, or more devices."
+        )
+    if choice == "synchronised" and fabric.device.type != "cuda":
+        raise UserError("batch_norm=synchronised needs CUDA; use batch_norm=split or shuffled.")
+    if choice == "split" and (
+        images_per_forward % model.batch_norm_groups
+        or images_per_forward // model.batch_norm_groups < 2
+    ):
+        raise UserError(
+            f"batch_norm=split needs equal groups of at least two: {images_per_forward} images "
+            f"per process do not make {model.batch_norm_groups}; change batch, batch_norm_groups, "
+            "or use batch_norm=plain."
+        )
+    return model.model_copy(update={"batch_norm": choice})
+
+
+def describe_batch_norm(model: ModelConfig) -> str:
+    """The choice, in words, for the start of a run."""
+    return {
+        "plain": "plain (statistics over a process's batch)",
+        "split": f"split into {model.batch_norm_groups} groups, keys regrouped",
+        "shuffled": "keys shuffled between processes",
+        "synchronised": "synchronised over all processes",
+    }[model.batch_norm]
+
+
+def _device(choice: str) -> str:
+    available = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if choice == "auto":
+        return next(name for name, there in available.items() if there)
+    if not available[choice]:
+        raise UserError(f"device={choice} is not available here; use device=auto or device=cpu.")
+    return choice

@@ -1,0 +1,255 @@
+"""The training loop: plain, and ignorant of any particular method.
+
+Order of samples, views and learning rate are functions of the step, and everything else a step
+depends on is in the checkpoint; so a resumed run equals an uninterrupted one bit for bit.
+"""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor
+
+from xmoco.config import Config
+from xmoco.data import Batch, Batches
+from xmoco.data.views import draw, render
+from xmoco.errors import UserError
+from xmoco.methods import Method, Step
+from xmoco.train.checkpoints import load_checkpoint
+from xmoco.train.run_folder import RunFolder
+from xmoco.train.schedule import learning_rate
+from xmoco.train.stopping import Interrupted, StopRequest
+
+CHECKPOINT_SHARE = 0.02  # of the time, at most, goes into checkpoints at epoch ends
+STEPS_BETWEEN_STOP_CHECKS = 10  # with several processes, which have to agree
+
+
+class Spectator:
+    """What the loop tells as it goes, on the first process; the default is not interested."""
+
+    def on_step(self, step: int) -> None:
+        """``step`` steps are done."""
+
+    def on_values(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
+        """Averages since the last time."""
+
+    def on_epoch(self, epoch: int, step: int) -> None:
+        """``epoch`` epochs are done."""
+
+
+@dataclass
+class Training:
+    """A run in progress: what is trained, on what, and how far it is."""
+
+    config: Config
+    fabric: Fabric
+    method: Method
+    batches: Batches
+    run: RunFolder
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        train, optim = self.config.train, self.config.optim
+        self.steps_per_epoch = self.batches.steps_per_epoch
+        self.total_steps = train.epochs * self.steps_per_epoch
+        self.peak_rate = optim.learning_rate * train.batch / 256
+        self.unreadable_named = len(self.run.unreadable())
+        self._name_unreadable()
+        self.method.to(memory_format=torch.channels_last)
+        learned = [p for p in self.method.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(
+            learned, self.peak_rate, momentum=optim.sgd_momentum, weight_decay=optim.weight_decay
+        )
+        # ``model`` is the method as seen by the loop (precision, gradients over all processes).
+        self.model, self.optimizer = self.fabric.setup(self.method, optimizer)
+
+    def restore(self) -> bool:
+        """Go back to the last checkpoint. False if there is none yet."""
+        path = self.run.checkpoints.latest()
+        if path is None:
+            return False
+        state = load_checkpoint(path)
+        try:
+            self.method.load_state_dict(state["method"])
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.step = state["step"]
+        except (RuntimeError, KeyError, ValueError):
+            raise UserError(f"{path} belongs to another configuration than {self.run.path}.") from None
+        return True
+
+    def save(self) -> None:
+        """Write a checkpoint, unless the weights are no longer numbers."""
+        if not self.fabric.is_global_zero:
+            return
+        norms = torch._foreach_norm(list(self.method.parameters()))
+        if not torch.stack(norms).isfinite().all():
+            raise self._diverged()
+        state = {"method": self.method.state_dict(), "optimizer": self.optimizer.state_dict()}
+        self.run.checkpoints.save(self.step, state)
+
+    def train(self, spectator: Spectator) -> None:
+        """Take all steps that are left. Raises ``Interrupted``, saved, when asked to stop."""
+        pace = _Pace(self)
+        log_every, epoch_length = self.config.train.log_every, self.steps_per_epoch
+        saves = _SaveClock(self.config.train.checkpoint_minutes * 60)
+        self.method.train()
+        with StopRequest() as stop, closing(self.batches.from_step(self.step)) as stream:
+            while self.step < self.total_steps:
+                log = (self.step + 1) % log_every == 0 or self.step + 1 == self.total_steps
+                step = self._advance(next(stream), measure=log)
+                pace.add(step)
+                self.step += 1
+                if self.fabric.is_global_zero:
+                    spectator.on_step(self.step)
+                if log:
+                    values = pace.values(step.gauges)
+                    if not math.isfinite(values["loss"]):
+                        raise self._diverged()
+                    self._name_unreadable()
+                    if self.fabric.is_global_zero:
+                        spectator.on_values(self.step, self.step / epoch_length, values)
+                epoch_over = self.step % epoch_length == 0
+                if epoch_over:  # before the checkpoint: what is told of an epoch is never skipped
+                    if self.fabric.is_global_zero:
+                        spectator.on_epoch(self.step // epoch_length, self.step)
+                    self.fabric.barrier()
+                    pace.restart()
+                if saves.due(epoch_over) or self.step == self.total_steps:
+                    saves.time(self.save)
+                    pace.restart()
+                if self.fabric.world_size == 1 or self.step % STEPS_BETWEEN_STOP_CHECKS == 0:
+                    signal_number = stop.agreed(self.fabric.device)
+                    if signal_number and self.step < self.total_steps:
+                        self.save()
+                        raise Interrupted(signal_number, self.step)
+
+    def rate(self, step: int) -> float:
+        optim = self.config.optim
+        return learning_rate(
+            step,
+            self.total_steps,
+            peak=self.peak_rate,
+            offset=optim.cosine_offset,
+            warmup_steps=round(optim.warmup_epochs * self.steps_per_epoch),
+        )
+
+    def views(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
+        """Source and target views of this process's share of a step's batch."""
+        config, share = self.config, len(batch.images)
+        mine = slice(self.fabric.global_rank * share, (self.fabric.global_rank + 1) * share)
+        x_s, x_t = (
+            render(
+                batch.images,
+                batch.sizes,
+                draw(config.views, config.train.batch, config.train.seed, step, view)[mine],
+                config.views,
+            ).contiguous(memory_format=torch.channels_last)
+            for view in (0, 1)
+        )
+        return x_s, x_t
+
+    def _advance(self, batch: Batch, measure: bool) -> Step:
+        """One step of the optimiser, its batch in ``accumulate`` parts."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate(self.step)
+        parts = self.config.train.accumulate
+        x_s, x_t = self.views(batch, self.step)
+        done = []
+        for part, (part_s, part_t) in enumerate(
+            zip(x_s.chunk(parts), x_t.chunk(parts), strict=True), start=1
+        ):
+            with self.fabric.no_backward_sync(self.model, enabled=part < parts):
+                step: Step = self.model(part_s, part_t, measure=measure and part == parts)
+                self.fabric.backward(step.loss / parts)
+            done.append(step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.method.after_step()
+        return _mean_of_parts(done)
+
+    def _name_unreadable(self) -> None:
+        found = list(self.batches.unreadable)
+        self.run.add_unreadable(found[self.unreadable_named :])
+        self.unreadable_named = len(found)
+
+    def _diverged(self) -> UserError:
+        last = self.run.checkpoints.latest()
+        where = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+        return UserError(
+            f"the loss is no longer a number at step {self.step}; {where}. Lower learning_rate, "
+            "raise temperature, or use precision=fp32, and start again."
+        )
+
+
+class _Pace:
+    """Averages of the loss terms and the speed since the last log line, fetched late."""
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.sums: dict[str, Tensor] = {}
+        self.steps = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Start timing anew: what just happened was no training."""
+        self.timed_steps = 0
+        self.started = time.perf_counter()
+        self.waited = self.training.batches.waited
+
+    def add(self, step: Step) -> None:
+        losses = {"loss": step.loss} | {f"loss/{name}": term for name, term in step.terms.items()}
+        for name, value in losses.items():
+            value = value.detach()
+            self.sums[name] = self.sums[name] + value if name in self.sums else value
+        self.steps += 1
+        self.timed_steps += 1
+
+    def values(self, gauges: Mapping[str, Tensor]) -> dict[str, float]:
+        training = self.training
+        values = {name: float(total) / self.steps for name, total in self.sums.items()}
+        seconds = time.perf_counter() - self.started
+        waited = training.batches.waited - self.waited
+        values["learning_rate"] = training.rate(training.step - 1)
+        values["images_per_second"] = self.timed_steps * training.config.train.batch / seconds
+        values["waiting"] = waited / seconds
+        values["bank_fill"] = training.method.bank_fill
+        values |= {name: float(value) for name, value in gauges.items()}
+        self.sums, self.steps = {}, 0
+        self.restart()
+        return values
+
+
+class _SaveClock:
+    """When to write a checkpoint: every so many seconds, and at epoch ends unless epochs are so
+    short that this would take more than a small share of the time."""
+
+    def __init__(self, interval: float) -> None:
+        self.interval = interval
+        self.cost = 0.0
+        self.last = time.perf_counter()
+
+    def due(self, epoch_over: bool) -> bool:
+        since = time.perf_counter() - self.last
+        return since >= self.interval or (epoch_over and self.cost <= CHECKPOINT_SHARE * since)
+
+    def time(self, save: Callable[[], Any]) -> None:
+        started = time.perf_counter()
+        save()
+        self.last = time.perf_counter()
+        self.cost = self.last - started
+
+
+def _mean_of_parts(parts: list[Step]) -> Step:
+    if len(parts) == 1:
+        return parts[0]
+    loss = torch.stack([part.loss.detach() for part in parts]).mean()
+    terms = {
+        name: torch.stack([part.terms[name].detach() for part in parts]).mean()
+        for name in parts[0].terms
+    }
+    return Step(loss, terms, parts[-1].gauges)

@@ -1,0 +1,141 @@
+"""The run folder: what a run leaves behind, always under the same names.
+
+``config.yaml``, ``environment.json``, ``metrics.jsonl``, ``train.log``, ``checkpoints/``,
+``backbone.safetensors``, ``report.html``, ``events.*`` (TensorBoard) and, where some images could
+not be read, ``unreadable.txt``.
+"""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from xmoco.config import Config, config_from_settings, config_yaml
+from xmoco.errors import UserError
+from xmoco.files import write_whole
+from xmoco.records import Record, commit, machine, now, versions
+from xmoco.train.checkpoints import Checkpoints
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = Checkpoints(path / "checkpoints")
+
+    @classmethod
+    def create(cls, path: Path, config: Config) -> "RunFolder":
+        """A new run. The folder appears together with its config.yaml, or not at all."""
+        cls.refuse_existing(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+            try:
+                (fresh / "config.yaml").write_text(config_yaml(config), encoding="utf-8")
+                fresh.chmod(0o755)
+                fresh.rename(path)
+            finally:
+                shutil.rmtree(fresh, ignore_errors=True)
+        except OSError as error:
+            raise UserError(f"cannot create {path}: {error.strerror or error}.") from None
+        return cls(path)
+
+    @staticmethod
+    def refuse_existing(path: Path) -> None:
+        if (path / "config.yaml").exists():
+            raise UserError(
+                f"{path} already holds a run: continue it with --resume, "
+                "or choose another folder with --out."
+            )
+        if path.exists():
+            raise UserError(f"{path} already exists: choose another folder with --out.")
+
+    @classmethod
+    def open(cls, path: Path) -> "RunFolder":
+        """An existing run, to be continued."""
+        if not (path / "config.yaml").is_file():
+            there = "holds no run" if path.exists() else "does not exist"
+            raise UserError(f"nothing to resume: {path} {there} (start one without --resume).")
+        return cls(path)
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "backbone.safetensors"
+
+    def config(self) -> Config:
+        file = self.path / "config.yaml"
+        try:
+            return config_from_settings(yaml.safe_load(file.read_text(encoding="utf-8")))
+        except (OSError, yaml.YAMLError, UserError) as error:
+            raise UserError(f"{file} cannot be used: {error}") from None
+
+    def write_environment(self, **facts: Any) -> None:
+        content = {
+            "started": now(),
+            "commit": commit(),
+            "versions": versions(),
+            "machine": machine(),
+            **facts,
+        }
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        write_whole(self.path / "environment.json", text.encode())
+
+    def add_values(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
+        line = {"step": step, "epoch": round(epoch, 4), "time": now(), "values": dict(values)}
+        self._append("metrics.jsonl", json.dumps(line))
+
+    def add_record(self, record: Record) -> None:
+        self._append("metrics.jsonl", record.json())
+
+    def last_knn(self) -> dict[str, float]:
+        """The last kNN accuracy of every subject."""
+        file = self.path / "metrics.jsonl"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        records = [line for line in map(json.loads, lines) if line.get("measure") == "knn_top1"]
+        return {record["subject"]: record["value"] for record in records}
+
+    def log(self, text: str) -> None:
+        self._append("train.log", f"{now()} {text}")
+
+    def forget_after(self, step: int) -> None:
+        """Drop metrics of steps that a resumed run is about to repeat."""
+        file = self.path / "metrics.jsonl"
+        if not file.exists():
+            return
+        kept = []
+        for text in file.read_text(encoding="utf-8").splitlines():
+            try:
+                line = json.loads(text)
+            except ValueError:  # the last line, cut off when the run was killed
+                continue
+            if line.get("step", line.get("protocol", {}).get("step", 0)) <= step:
+                kept.append(text + "\n")
+        write_whole(file, "".join(kept).encode())
+
+    def unreadable(self) -> list[tuple[str, str]]:
+        """Images that could not be read so far, each with the reason."""
+        file = self.path / "unreadable.txt"
+        if not file.exists():
+            return []
+        lines = file.read_text(encoding="utf-8").splitlines()
+        return list(dict(_pair(line) for line in lines).items())
+
+    def add_unreadable(self, images: Iterable[tuple[str, str]]) -> None:
+        """Every process adds its own; a name may stand there twice."""
+        for where, why in images:
+            self._append("unreadable.txt", f"{where}\t{why}")
+
+    def _append(self, name: str, line: str) -> None:
+        try:
+            with (self.path / name).open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise UserError(f"could not write {self.path / name}: {error.strerror or error}.") from None
+
+
+def _pair(line: str) -> tuple[str, str]:
+    where, _, why = line.partition("\t")
+    return where, why

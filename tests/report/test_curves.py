@@ -1,0 +1,187 @@
+"""Curves are drawn from whatever a run folder holds, on scales that do not flatter."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from xmoco.errors import UserError
+from xmoco.report.curves import (
+    DARK,
+    LIGHT,
+    Panel,
+    Series,
+    draw_curves,
+    panel_png,
+    panels,
+    read_history,
+    to_png,
+)
+
+XMOCO = "method: {name: xmoco, bank_length: 1024}\n"
+
+
+def training(step: int, **values: float) -> dict[str, Any]:
+    return {"step": step, "epoch": step / 10, "time": "2026-11-15T05:40:12Z", "values": values}
+
+
+def knn(subject: str, epoch: int, value: float, k: int = 200) -> dict[str, Any]:
+    protocol = {"epoch": epoch, "k": k, "features": "backbone"}
+    return {
+        "measure": "knn_top1",
+        "value": value,
+        "unit": "%",
+        "subject": subject,
+        "protocol": protocol,
+        "seed": 0,
+    }
+
+
+def folder(path: Path, *lines: dict[str, Any], config: str = XMOCO) -> Path:
+    (path / "config.yaml").write_text(config)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def titles(run: Path) -> list[str]:
+    return [panel.title for panel in panels(read_history(run))]
+
+
+def test_a_folder_without_metrics_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no metrics\.jsonl"):
+        draw_curves(tmp_path)
+
+
+def test_a_resumed_run_counts_repeated_steps_once_and_the_later_line_wins(tmp_path: Path) -> None:
+    run = folder(
+        tmp_path,
+        *(training(step, loss=9.0) for step in (10, 20, 30)),
+        *(training(step, loss=float(step)) for step in (20, 30, 40)),
+    )
+    assert read_history(run).training["loss"] == Series([1, 2, 3, 4], [9, 20, 30, 40])
+
+
+def test_half_a_line_left_by_a_kill_is_passed_over(tmp_path: Path) -> None:
+    run = folder(tmp_path, training(10, loss=3.0))
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"step": 20, "epoch": 2.0, "val')
+    assert read_history(run).training["loss"] == Series([1.0], [3.0])
+
+
+def test_panels_follow_what_was_logged(tmp_path: Path) -> None:
+    mocov2plus = {"loss": 6.0, "loss/source": 3.0, "loss/target": 3.0, "learning_rate": 0.1}
+    run = folder(tmp_path, training(10, **mocov2plus, odd_gauge=4.0))
+    assert titles(run) == ["Loss", "Terms of the loss", "Learning rate", "odd gauge"]
+
+
+def test_chance_is_ln_of_bank_length_plus_one_and_held_against_single_terms(tmp_path: Path) -> None:
+    run = folder(tmp_path, training(10, **{"loss": 6.0, "loss/source": 3.0}))
+    total, terms = panels(read_history(run))
+    assert total.levels == {}
+    assert list(terms.levels.values()) == [pytest.approx(math.log(1025))]
+
+
+def test_a_loss_without_terms_is_itself_held_against_chance(tmp_path: Path) -> None:
+    run = folder(tmp_path, training(10, loss=6.0))
+    assert len(panels(read_history(run))[0].levels) == 1
+
+
+def test_no_chance_level_without_a_bank(tmp_path: Path) -> None:
+    run = folder(tmp_path, training(10, loss=6.0), config="method: {name: other}\n")
+    assert panels(read_history(run))[0].levels == {}
+
+
+def test_knn_shows_the_run_as_a_curve_and_others_as_levels(tmp_path: Path) -> None:
+    run = folder(
+        tmp_path,
+        knn("raw pixels", 0, 25.0),
+        knn("untrained", 0, 20.0),
+        knn("xmoco", 1, 40.0),
+        knn("xmoco", 2, 60.0),
+        knn("xmoco", 2, 99.0, k=10),  # another protocol: does not compare
+    )
+    (panel,) = panels(read_history(run))
+    assert panel.curves == {"xmoco": Series([1, 2], [40, 60])}
+    assert panel.levels == {"raw pixels": 25.0, "untrained": 20.0}
+
+
+@pytest.mark.parametrize(
+    ("line", "low", "high"),
+    [
+        (knn("xmoco", 1, 64.0), 0, 100),
+        (training(10, positive_probability=0.2), 0, 1),
+        (training(10, waiting=0.02), 0, 100),
+        (training(10, images_per_second=1500.0), 0, 1500),
+        (training(10, consistency_gap=-0.5), -0.5, 0),
+    ],
+)
+def test_scales_are_honest(tmp_path: Path, line: dict[str, Any], low: float, high: float) -> None:
+    (axes,) = draw_curves(folder(tmp_path, line)).axes
+    bottom, top = axes.get_ylim()
+    assert bottom <= low
+    assert top >= high
+
+
+def test_shares_are_shown_in_percent(tmp_path: Path) -> None:
+    (panel,) = panels(read_history(folder(tmp_path, training(10, waiting=0.25))))
+    assert panel.unit == "%"
+    assert panel.curves["waiting"].values == [25.0]
+
+
+def test_every_panel_names_its_axes_and_a_single_point_is_visible(tmp_path: Path) -> None:
+    run = folder(tmp_path, training(10, loss=6.0, effective_rank=5.0), knn("xmoco", 1, 50.0))
+    for axes in draw_curves(run).axes:
+        assert axes.get_xlabel() == "epoch"
+        assert axes.get_ylabel()
+        assert axes.get_title(loc="left")
+        assert axes.lines[0].get_marker() == "o"
+
+
+def test_a_run_that_measured_nothing_says_so(tmp_path: Path) -> None:
+    figure = draw_curves(folder(tmp_path))
+    assert not figure.axes
+    assert figure.texts[0].get_text() == "nothing measured yet"
+
+
+def test_drawing_leaves_global_settings_alone(tmp_path: Path) -> None:
+    before = dict(matplotlib.rcParams)
+    png = to_png(draw_curves(folder(tmp_path, training(10, loss=6.0))))
+    assert png.startswith(b"\x89PNG")
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_a_name_with_dollar_signs_is_not_read_as_mathematics(tmp_path: Path) -> None:
+    name = r"$\nonsense{$"
+    run = folder(tmp_path, training(10, **{name: 1.0}), knn("xmoco", 1, 5.0), knn(name, 0, 1.0))
+    assert to_png(draw_curves(run)).startswith(b"\x89PNG")
+
+
+def test_light_and_dark_panels_differ_in_paper(tmp_path: Path) -> None:
+    panel = Panel("Loss", "nats", {"loss": Series([1, 2], [3, 2])})
+    for theme in (LIGHT, DARK):
+        (tmp_path / "panel.png").write_bytes(panel_png(panel, theme))
+        corner = np.asarray(Image.open(tmp_path / "panel.png"))[0, 0, :3]
+        assert "#" + bytes(corner).hex() == theme.paper
+
+
+numbers = st.floats(-1e6, 1e6) | st.just(math.nan)
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 50), numbers), max_size=8))
+def test_any_history_can_be_drawn(
+    tmp_path_factory: pytest.TempPathFactory, points: list[tuple[int, float]]
+) -> None:
+    run = folder(
+        tmp_path_factory.mktemp("run"), *(training(step, loss=value) for step, value in points)
+    )
+    figure = draw_curves(run)
+    figure.canvas.draw()
+    assert len(figure.axes) == min(1, len(points))
