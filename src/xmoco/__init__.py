@@ -1,1 +1,40 @@
-"""xmoco."""
+"""xmoco turns unlabelled images into a strong vision backbone, and measures how strong it is.
+
+The whole public surface::
+
+    result = xmoco.pretrain("demo", out="runs/first")        # images to weights
+    backbone = xmoco.load_backbone(result.weights)           # a torchvision ResNet
+    criterion = xmoco.XMoCoLoss(feature_size=128)            # the loss, for a loop of your own
+    xmoco.evaluate_knn(result.weights, "patterns")           # how strong is it?
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from xmoco.errors import UserError as UserError
+    from xmoco.evaluate.judge import evaluate_knn as evaluate_knn
+    from xmoco.losses import XMoCoLoss as XMoCoLoss
+    from xmoco.nn.weights import load_backbone as load_backbone
+    from xmoco.pretraining import pretrain as pretrain
+
+# Loaded when first used, so that `xmoco --help` need not wait for torch.
+_WHERE = {
+    "UserError": "xmoco.errors",
+    "XMoCoLoss": "xmoco.losses",
+    "evaluate_knn": "xmoco.evaluate.judge",
+    "load_backbone": "xmoco.nn.weights",
+    "pretrain": "xmoco.pretraining",
+}
+
+__all__ = ["UserError", "XMoCoLoss", "evaluate_knn", "load_backbone", "pretrain"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'xmoco' has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHERE[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,6 +1,6 @@
 """One typed, strict configuration. Recipes and ``key=value`` overrides merge into it.
 
-Every field's description is what ``xmoco pretrain --help-config`` prints, so it is written for users.
+Every field's description is what ``xmoco settings`` prints, so it is written for users.
 """
 
 import re
@@ -60,7 +60,7 @@ class ViewsConfig(Section):
     brightness: float = Field(0.8, ge=0, le=1, description="Brightness factor within 1 ± this.")
     contrast: float = Field(0.8, ge=0, le=1, description="Contrast factor within 1 ± this.")
     saturation: float = Field(0.8, ge=0, le=1, description="Saturation factor within 1 ± this.")
-    hue: float = Field(0.2, ge=0, le=0.5, description="Hue shift within ± this; 0.5 is a full turn.")
+    hue: float = Field(0.2, ge=0, le=0.5, description="Hue shift within ± this; 0.5: all hues.")
     grey: Probability = Field(0.2, description="Chance of turning grey.")
     invert: Probability = Field(0.0, description="Chance of inverting all colours.")
     blur: Probability = Field(0.5, description="Chance of Gaussian blur.")
@@ -70,12 +70,8 @@ class ViewsConfig(Section):
         description="Odd side of the blur kernel at 224 px; it scales with the view's size.",
     )
     blur_sigma: Range = Field((0.1, 2.0), description="Standard deviation of the blur in pixels.")
-    mean: Rgb = Field(
-        (0.485, 0.456, 0.406), description="Subtracted from the channels (0 to 1)."
-    )
-    std: Rgb = Field(
-        (0.228, 0.224, 0.225), description="Divides the channels afterwards."
-    )
+    mean: Rgb = Field((0.485, 0.456, 0.406), description="Subtracted from the channels (0 to 1).")
+    std: Rgb = Field((0.228, 0.224, 0.225), description="Divides the channels afterwards.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -108,16 +104,17 @@ Backbone = Literal[
 class ModelConfig(Section):
     backbone: Backbone = Field("resnet50", description="The network that is kept after training.")
     stem: Literal["imagenet", "cifar"] = Field(
-        "imagenet", description="`imagenet`: 7×7 stride 2 and pooling; `cifar`: 3×3, for small images."
+        "imagenet",
+        description="`imagenet`: 7×7 stride 2 and pooling; `cifar`: 3×3, for small images.",
     )
     head_layers: int = Field(4, ge=2, le=5, description="Layers of the projection head.")
     head_hidden: int = Field(2048, ge=1, description="Width of the head's hidden layers.")
     feature_size: int = Field(128, ge=2, description="Length d of queries and keys.")
     batch_norm: Literal["auto", "plain", "split", "shuffled", "synchronised"] = Field(
         "auto",
-        description="How batch statistics are kept from telling a query its key: `split` uses groups "
-        "inside one process, `shuffled` swaps keys between processes, `synchronised` shares "
-        "statistics (CUDA), `plain` does nothing. `auto`: split for one process, shuffled for many.",
+        description="What keeps batch statistics from telling a query its key: `split` uses "
+        "groups in one process, `shuffled` swaps keys between processes, `synchronised` shares "
+        "statistics (CUDA), `plain` does nothing; `auto`: split in one process, shuffled in many.",
     )
     batch_norm_groups: int = Field(8, ge=2, description="Groups of `split` batch norm.")
 
@@ -134,7 +131,7 @@ class MoCoConfig(Section):
 
 class XMoCoConfig(MoCoConfig):
     name: Literal["xmoco"] = Field("xmoco", description="Extended momentum contrast.")
-    sharpness: float = Field(2.0, gt=0, description="λ: how closely soft labels follow similarities.")
+    sharpness: float = Field(2.0, gt=0, description="λ: how closely labels follow similarities.")
     positive_mass: float = Field(
         0.9, gt=0, le=1, description="ξ: the share of a soft label given to the positive."
     )
@@ -264,7 +261,9 @@ def read_recipe(recipe: str | Path) -> Settings:
     except yaml.YAMLError as error:
         raise UserError(f"{where} is not valid yaml: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
-        raise UserError(f"{where} must hold sections such as `train:`, not {type(content).__name__}.")
+        raise UserError(
+            f"{where} must hold sections such as `train:`, not {type(content).__name__}."
+        )
     parent = content.pop("inherits", None)
     settings: Settings = {} if parent is None else read_recipe(parent)
     for section, fields in content.items():
@@ -288,9 +287,26 @@ def all_fields() -> Iterator[tuple[str, str]]:
         kinds = METHODS.values() if section == "method" else [info.annotation]
         seen: dict[str, None] = {}
         for kind in kinds:
-            assert isinstance(kind, type) and issubclass(kind, Section)
+            assert isinstance(kind, type)
+            assert issubclass(kind, Section)
             seen |= dict.fromkeys(kind.model_fields)
         yield from ((section, field) for field in seen)
+
+
+def setting_descriptions(config: Config) -> dict[str, list[tuple[str, str, str]]]:
+    """By section: key, value and meaning of every setting."""
+    described = {}
+    for section in Config.model_fields:
+        values = getattr(config, section)
+        described[section] = [
+            (field, _shown(getattr(values, field)), info.description or "")
+            for field, info in type(values).model_fields.items()
+        ]
+    return described
+
+
+def _shown(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
 
 
 def config_yaml(config: Config) -> str:
@@ -343,7 +359,9 @@ def _find_field(key: str) -> tuple[str, str] | None:
 def _method_section(name: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Settings for another method: what the recipe says for this one is kept where it fits."""
     kind = METHODS.get(name)
-    known = settings if kind is None else {k: v for k, v in settings.items() if k in kind.model_fields}
+    known = (
+        settings if kind is None else {k: v for k, v in settings.items() if k in kind.model_fields}
+    )
     return known | {"name": name}
 
 
@@ -374,7 +392,8 @@ def _sentence(error: Any) -> str:
             return f"unknown key {key!r}{nearest(place[-1], siblings)}"
         case "union_tag_invalid":
             name = error["input"].get("name")
-            return f"unknown method {name!r}{nearest(str(name), METHODS)}; there are {', '.join(METHODS)}"
+            known = ", ".join(METHODS)
+            return f"unknown method {name!r}{nearest(str(name), METHODS)}; there are {known}"
         case "value_error":
             return f"{key}: {error['msg'].removeprefix('Value error, ')}"
         case _:

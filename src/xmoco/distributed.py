@@ -1,4 +1,4 @@
-"""What processes that train together tell each other. In a single process every function is the identity.
+"""What processes that train together tell each other; nothing at all where there is only one.
 
 Losses use these, so that they work unchanged inside anyone's DistributedDataParallel loop.
 """

@@ -1,14 +1,23 @@
-"""The one exception a user's mistake raises: its text is the whole message, with no traceback."""
+"""Errors that end a command with a sentence instead of a traceback."""
 
 import difflib
+import signal
 from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Something the user can put right. The message says what is wrong, where, and what would be right."""
+    """Something the user can put right: what is wrong, where, and what would be right."""
+
+
+class Interrupted(Exception):  # noqa: N818 - nothing went wrong
+    """A run was asked to stop by a signal, and has saved itself."""
+
+    def __init__(self, signal_number: int, sentence: str) -> None:
+        super().__init__(f"{signal.Signals(signal_number).name}: {sentence}")
+        self.signal_number = signal_number
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """' (did you mean X?)' when something known is close to ``word``, otherwise the empty string."""
+    """`` (did you mean X?)`` when something known is close to ``word``, otherwise nothing."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""

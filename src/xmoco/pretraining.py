@@ -14,6 +14,7 @@ from torch import nn
 
 from xmoco.config import Config, ModelConfig, differences, load_config
 from xmoco.data import Batches, ImageSet, open_images
+from xmoco.data.batches import resident
 from xmoco.data.subset import at_most
 from xmoco.errors import UserError
 from xmoco.evaluate.monitor import Monitor
@@ -112,7 +113,7 @@ def _run(
     weights: str | Path | None,
 ) -> RunResult:
     # All that can be wrong is found out before anything is written.
-    train = config.train
+    train, first = config.train, fabric.is_global_zero
     share = _share(config, fabric.world_size)
     model = resolve_batch_norm(config.model, fabric, share)
     path = _on_first(fabric, lambda: folder if resume and folder else _free_path(folder, config))
@@ -142,27 +143,31 @@ def _run(
         config,
         work=work_name(config),
         train=at_most(batches.images, config.monitor.knn_images),
-        test=None if test is None else at_most(test, config.monitor.knn_images),
+        test=None if test is None else _kept(test, config, fabric.device),
         device=fabric.device,
     )
     seconds = 0.0
-    if fabric.is_global_zero:
+    if first:
         run.forget_after(training.step)
         run.write_environment(
             device=str(fabric.device), processes=fabric.world_size, batch_norm=model.batch_norm
         )
     if training.step < training.total_steps or not run.weights.exists():
-        witness = Witness(config, training, monitor, run, console) if fabric.is_global_zero else None
-        for line in _introduction(config, model, training, images, resumed):
-            _say(line, console, run, fabric)
-        started = time.perf_counter()
-        if witness is None:
-            training.train(Spectator())
-        else:
-            with witness:
-                training.train(witness)
-        seconds = time.perf_counter() - started
+        if first:
+            for line in _introduction(config, model, training, images, resumed):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                run.log(line)
+        with Witness(config, training, monitor, run, console) if first else Spectator() as told:
+            started = time.perf_counter()
+            training.train(told)
+            seconds = time.perf_counter() - started
     return _on_first(fabric, lambda: _finish(config, training, monitor, run, seconds))
+
+
+def _kept(test: ImageSet, config: Config, device: torch.device) -> ImageSet:
+    """The test images that the monitor looks at again and again, decoded once where they fit."""
+    chosen = at_most(test, config.monitor.knn_images)
+    return resident(chosen, device, gib=config.data.resident_gib, readers=config.run.readers)
 
 
 def work_name(config: Config) -> str:
@@ -223,8 +228,8 @@ def _introduction(
     yield f"batch norm: {describe_batch_norm(model)}"
     if method.bank_length > len(images):
         yield (
-            f"warning: a bank of {method.bank_length} keys is larger than the {len(images)} images, "
-            "so an image meets itself as a negative; lower bank_length"
+            f"warning: a bank of {method.bank_length} keys is larger than the {len(images)} "
+            "images, so an image meets itself as a negative; lower bank_length"
         )
     if training.batches.unreadable:
         count = len(training.batches.unreadable)
@@ -248,6 +253,7 @@ def _finish(
         std=config.views.std,
         method=config.method.name,
         epochs=config.train.epochs,
+        seed=config.train.seed,
     )
     save_backbone(backbone, card, run.weights)
     report = write_report(
@@ -257,13 +263,6 @@ def _finish(
         summary={"Training time": f"{seconds:.0f} s"} if seconds else {},
     )
     return RunResult(run.path, run.weights, report, run.last_knn(), seconds)
-
-
-
-def _say(line: str, console: Console, run: RunFolder, fabric: Fabric) -> None:
-    if fabric.is_global_zero:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
-        run.log(line)
 
 
 def _on_first(fabric: Fabric, action: Callable[[], T]) -> T:

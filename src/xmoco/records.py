@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import platform
 import subprocess
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,9 +42,7 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
     }
     if torch.cuda.is_available():
-        facts["gpus"] = [
-            torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())
-        ]
+        facts["gpus"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return facts
 
 
@@ -77,6 +76,13 @@ class Record:
 
     def json(self) -> str:
         return json.dumps(asdict(self), ensure_ascii=False)
+
+
+def append_records(path: Path, records: Iterable[Record]) -> None:
+    """Add records to a .jsonl file, one per line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(record.json() + "\n" for record in records)
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from types import TracebackType
+from typing import Self, cast
 
 from rich.console import Console
 from torch import nn
@@ -36,15 +37,22 @@ class Witness(Spectator):
         )
         self.events = SummaryWriter(str(run.path), purge_step=training.step)
 
-    def __enter__(self) -> "Witness":
+    def __enter__(self) -> Self:
         if self.judging and self.training.step == 0:
             self._add(self.monitor.raw_pixels())
             self._add(self.monitor.untrained(self.backbone))
+        for epoch, value in self.run.knn_curve(self.config.method.name):
+            self.progress.knn(epoch, value)  # of earlier sessions, so that the best is known
         self.progress.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self.progress.__exit__(*error)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.progress.__exit__(kind, error, traceback)
         self.events.close()
 
     @property
@@ -53,7 +61,7 @@ class Witness(Spectator):
 
     @property
     def backbone(self) -> nn.Module:
-        return self.training.method.encoder.backbone
+        return cast(nn.Module, self.training.method.encoder.backbone)
 
     def on_step(self, step: int) -> None:
         self.progress.tick(step)

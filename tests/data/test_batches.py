@@ -1,11 +1,9 @@
 """Order, slices, replacement of unreadable images, threads: all against plain loops."""
 
-import io
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -62,8 +60,8 @@ def many_sizes(count: int) -> list[Tensor | None]:
     return [torch.randint(1, 256, (3, h, w), generator=generator).byte() for h, w in sizes]
 
 
-def batches_of(images: ImageSet, batch: int = 4, **settings: Any) -> Batches:
-    return Batches(images, **({"batch": batch, "seed": 7, "device": CPU} | settings))
+def batches_of(images: ImageSet, batch: int = 4, **options: Any) -> Batches:
+    return Batches(images, **({"batch": batch, "seed": 7, "device": CPU} | options))
 
 
 def first(batches: Batches, count: int, step: int = 0) -> list[Batch]:
@@ -125,13 +123,7 @@ def test_differing_sizes_share_a_canvas_of_zeros() -> None:
 
 @pytest.mark.parametrize("pictures", [same_size(23), many_sizes(23)])
 def test_any_number_of_readers_and_residence_give_the_same_bits(pictures: list[Any]) -> None:
-    pictures = [
-        None,
-        *pictures,
-        *[pictures[0]] * 100,
-        None,
-    ]  # readable enough: 2 of 125 is too many
-    pictures[0] = pictures[1]
+    pictures = [*pictures, *[pictures[0]] * 100, None]
     expected = first(batches_of(Listed(pictures), readers=1, resident_gib=0.0), 40)
     for readers in (2, 3, 8):
         for gib in (0.0, 4.0):
@@ -163,7 +155,7 @@ def test_processes_share_the_global_batch(processes: int, gib: float) -> None:
 
 def test_impossible_batches() -> None:
     images = Listed(same_size(10))
-    with pytest.raises(UserError, match="10 images, too few .* 16; the largest .* is 10"):
+    with pytest.raises(UserError, match=r"10 images, too few .* 16; the largest .* is 10"):
         batches_of(images, 16)
     with pytest.raises(UserError, match="largest batch possible is 9"):
         batches_of(images, 12, processes=3)
@@ -238,9 +230,8 @@ def next_readable(index: int, count: int, broken: set[int]) -> int:
 
 @pytest.mark.parametrize("gib", [0.0, 4.0])
 def test_unreadable_images_are_replaced_by_the_next(gib: float) -> None:
-    broken = {10, 11, 249, 0}
-    images = Listed(with_broken(250 * 2, broken | {499}), delay=0.0)
-    broken |= {499}
+    broken = {10, 11, 249, 0, 499}
+    images = Listed(with_broken(500, broken))
     batches = batches_of(images, 50, resident_gib=gib)
     seen = first(batches, batches.steps_per_epoch)
     wanted = epoch_order(500, 7, 0).tolist()
@@ -323,13 +314,12 @@ def reading_threads() -> list[str]:
 
 def test_closing_stops_the_threads_promptly() -> None:
     images = Listed(same_size(400), delay=0.005)
-    steps: Iterator[Batch] = batches_of(images, 100, resident_gib=0.0).from_step(0)
+    steps = batches_of(images, 100, resident_gib=0.0, readers=2).from_step(0)
     next(steps)
     assert reading_threads()
-    started = time.perf_counter()
-    steps.close()  # type: ignore[attr-defined]
-    assert time.perf_counter() - started < 1
+    steps.close()
     assert not reading_threads()
+    assert images.reads < 300  # of the 400 that were asked for
 
 
 def test_an_error_or_a_dropped_iterator_stops_the_threads() -> None:
@@ -356,15 +346,12 @@ def test_waiting_is_measured() -> None:
     slow = batches_of(Listed(same_size(40), delay=0.005), 20, resident_gib=0.0, readers=1)
     first(slow, 2)
     assert slow.waited > 0.05
-    fast = batches_of(Listed(same_size(40)), 20)
-    first(fast, 2)
-    assert fast.waited < 0.05
 
 
 def test_errors_of_the_program_are_not_taken_for_broken_images() -> None:
     class Faulty(Listed):
         def read(self, index: int) -> Tensor:
-            raise ZeroDivisionError
+            raise ZeroDivisionError(index)
 
     with pytest.raises(ZeroDivisionError):
         list(in_order(Faulty(same_size(10)), 5, CPU))
@@ -377,7 +364,9 @@ from xmoco.data import Batches, ImageSet
 class Slow(ImageSet):
     name, labels, classes = "slow", None, None
     def __len__(self): return 1000
-    def read(self, index): time.sleep(0.01); return torch.zeros(3, 8, 8 + index % 2, dtype=torch.uint8)
+    def read(self, index):
+        time.sleep(0.01)
+        return torch.zeros(3, 8, 8, dtype=torch.uint8)
     def where(self, index): return str(index)
 batches = Batches(Slow(), batch=100, seed=0, device=torch.device("cpu"), resident_gib=0)
 steps = batches.from_step(0)
@@ -394,9 +383,8 @@ raise KeyboardInterrupt
 
 def test_from_files_to_batches(tmp_path: Path) -> None:
     for index in range(12):
-        file = io.BytesIO()
-        Image.new("RGB", (6 + index % 2, 5), (index, 0, 0)).save(file, "PNG")
-        (tmp_path / f"{index:02}.png").write_bytes(file.getvalue())
+        image = Image.new("RGB", (6 + index % 2, 5), (index, 0, 0))
+        image.save(tmp_path / f"{index:02}.png")
     images = open_images(DataConfig(source=str(tmp_path)), "train")
     assert images is not None
     for batch in first(batches_of(images), 3):

@@ -86,14 +86,11 @@ def test_every_machine_draws_the_same_set() -> None:
     # Coarse on purpose: a last bit of a sine may move a single pixel on another processor.
     images, labels, _ = patterns("test")
     quarters = nn.functional.avg_pool2d(images[:2].double().mean(1, keepdim=True), 16)
-    assert labels[:8].tolist() == FIRST_LABELS
-    assert quarters.flatten().tolist() == pytest.approx(FIRST_QUARTERS, abs=0.5)
-    assert images.double().mean().item() == pytest.approx(MEAN, abs=0.01)
-
-
-FIRST_LABELS: list[int] = []
-FIRST_QUARTERS: list[float] = []
-MEAN = 0.0
+    assert labels[:8].tolist() == [1, 4, 3, 3, 1, 3, 3, 3]
+    assert quarters.flatten().tolist() == pytest.approx(
+        [116.3, 142.8, 136.0, 169.0, 152.3, 128.7, 153.7, 131.0], abs=0.5
+    )
+    assert images.double().mean().item() == pytest.approx(126.81, abs=0.02)
 
 
 # Nothing but geometry tells the classes apart.
@@ -153,7 +150,7 @@ def test_coarseness_says_next_to_nothing() -> None:
 
 def test_raw_pixels_do_not_separate_the_classes() -> None:
     assert cosine_knn(lambda images: images.float()) < 0.25
-    assert cosine_knn(lambda images: images.float() / 255 - 0.5) < 0.38
+    assert cosine_knn(lambda images: images.float() / 255 - 0.5) < 0.33
 
 
 def test_an_untrained_network_does_not_separate_the_classes() -> None:
@@ -192,13 +189,13 @@ SYMMETRIES: dict[str, list[Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]]] =
     "stripes": [lambda u, v: (u + 1, v), lambda u, v: (u, v + 0.3)],
     "zigzag": [lambda u, v: (u + 1, v), lambda u, v: (u, v + 2.2), lambda u, v: (u, -v)],
     "checks": [lambda u, v: (u + 0.5, v + 0.5), lambda u, v: (v, u)],
-    "triangles": [lambda u, v: (u + 1, v + 1 / math.sqrt(3)), lambda u, v: turned(u, v, 1 / 3)],
+    "dartboards": [lambda u, v: turned(u, v, 1 / 8)],
     "dots": [lambda u, v: (u + 1, v + 1 / math.sqrt(3)), lambda u, v: turned(u, v, 1 / 6)],
     "rings": [lambda u, v: turned(u, v, 0.123)],
     "swirls": [lambda u, v: turned(u, v, 1 / 12)],
     "bricks": [lambda u, v: (u + 2, v), lambda u, v: (u + 1, v + 1), lambda u, v: (-u, v)],
     "scales": [lambda u, v: (u + 0.5, v + 0.25), lambda u, v: (-u, v)],
-    "parquet": [lambda u, v: (u + 2, v + 2), lambda u, v: (v, u)],
+    "parquet": [lambda u, v: (u + 2, v + 2), lambda u, v: (v + 2, u)],
 }
 
 
@@ -214,12 +211,16 @@ def test_symmetries(name: str) -> None:
         torch.testing.assert_close(height(*move(u, v)), expected, atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["checks", "triangles"])
-def test_ink_and_paper_of_tilings_have_the_same_shape(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "move"),
+    [("checks", lambda u, v: (u + 0.5, v)), ("dartboards", lambda u, v: turned(u, v, 1 / 16))],
+)
+def test_one_field_further_ink_is_paper(
+    name: str, move: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+) -> None:
     height, _ = FAMILIES[name]
     u, v = torch.rand(2, 1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    mirrored = height(-u, v) if name == "checks" else height(-u, -v)
-    torch.testing.assert_close(mirrored, -height(u, v))
+    torch.testing.assert_close(height(*move(u, v)), -height(u, v), atol=1e-9, rtol=0)
 
 
 @given(

@@ -40,15 +40,17 @@ def _zigzag(u: Tensor, v: Tensor) -> Tensor:
 
 
 def _checks(u: Tensor, v: Tensor) -> Tensor:
-    return _alternating(u, v)
+    return _chequered(u, v)
 
 
-def _triangles(u: Tensor, v: Tensor) -> Tensor:
-    return _alternating(*_three_directions(u, v))
+def _dartboards(u: Tensor, v: Tensor) -> Tensor:
+    return _chequered(torch.hypot(u, v), 8 * torch.atan2(v, u) / TURN)
 
 
 def _dots(u: Tensor, v: Tensor) -> Tensor:
-    return torch.stack([torch.cos(TURN * w) for w in _three_directions(u, v)]).sum(0)
+    # Three waves 120° apart meet in a triangular lattice.
+    half, rise = u / 2, v * math.sqrt(3) / 2
+    return torch.cos(TURN * u) + torch.cos(TURN * (rise - half)) + torch.cos(TURN * (rise + half))
 
 
 def _rings(u: Tensor, v: Tensor) -> Tensor:
@@ -67,13 +69,13 @@ def _bricks(u: Tensor, v: Tensor) -> Tensor:
 
 
 def _scales(u: Tensor, v: Tensor) -> Tensor:
-    # Discs of radius 1/2 in rows 1/4 apart, each row laid over the one before it.
-    height = torch.zeros_like(u)
+    # Ringed discs of radius 1/2 in rows 1/4 apart, each row laid over the one before it.
+    radius = torch.zeros_like(u)
     for step in (-1, 0, 1, 2):
         row = torch.floor(4 * v) + step
         distance = torch.hypot(_to_nearest(u + row / 2), v - row / 4)
-        height = torch.where(distance < 0.5, distance, height)
-    return height
+        radius = torch.where(distance < 0.5, distance, radius)
+    return torch.cos(TURN * 3 * radius)
 
 
 def _parquet(u: Tensor, v: Tensor) -> Tensor:
@@ -86,16 +88,10 @@ def _to_nearest(x: Tensor) -> Tensor:
     return (x - torch.round(x)).abs()
 
 
-def _three_directions(u: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Coordinates along three axes 120° apart, which span the triangular lattice."""
-    half, rise = u / 2, v * math.sqrt(3) / 2
-    return u, rise - half, -rise - half
-
-
-def _alternating(*axes: Tensor) -> Tensor:
-    """Distance to the nearest half-period line of any axis; the sign changes across each line."""
-    waves = torch.stack([torch.sin(TURN * axis) for axis in axes])
-    return torch.sign(waves.prod(0)) * waves.abs().amin(0)
+def _chequered(a: Tensor, b: Tensor) -> Tensor:
+    """Fields of half a unit, in turn above and below zero, which is the height of their edges."""
+    wave_a, wave_b = torch.sin(TURN * a), torch.sin(TURN * b)
+    return torch.sign(wave_a * wave_b) * torch.minimum(wave_a.abs(), wave_b.abs())
 
 
 # Each family's formula, and the size of its unit, chosen so that all families have about as many
@@ -104,12 +100,12 @@ FAMILIES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
     "stripes": (_stripes, 0.9),
     "zigzag": (_zigzag, 1.1),
     "checks": (_checks, 1.4),
-    "triangles": (_triangles, 2.0),
+    "dartboards": (_dartboards, 1.5),
     "dots": (_dots, 1.0),
     "rings": (_rings, 0.9),
     "swirls": (_swirls, 1.4),
     "bricks": (_bricks, 1.0),
-    "scales": (_scales, 2.3),
+    "scales": (_scales, 3.2),
     "parquet": (_parquet, 0.95),
 }
 
@@ -144,7 +140,7 @@ def _plane(unit: float, count: int, dice: torch.Generator) -> tuple[Tensor, Tens
     origin_x, origin_y = (_uniform(-11, 11, count, dice) for _ in "xy")
     x, y = x - origin_x, y - origin_y
 
-    period = unit * _uniform(6, 9, count, dice)
+    period = unit * _uniform(5.5, 8.5, count, dice)
     lean_x, lean_y = (_uniform(-0.012, 0.012, count, dice) for _ in "xy")
     scale = 1 / (period * (1 + lean_x * x + lean_y * y))
     mirror = torch.sign(_uniform(-1, 1, count, dice))

@@ -10,7 +10,6 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
-from torchvision import datasets
 
 from xmoco.config import DataConfig
 from xmoco.data.imagesets import ArrayImages, EncodedImages, ImageSet
@@ -59,6 +58,10 @@ def open_torchvision(data: DataConfig, set_name: str, split: Literal["train", "t
 
 def _find(data: DataConfig, set_name: str, arguments: dict[str, Any]) -> Any:
     """torchvision's own object, downloading the set only if it is missing and that is allowed."""
+    from torchvision import (
+        datasets,
+    )  # takes seconds to import, which other sources need not wait for
+
     kind = getattr(datasets, set_name)
     try:
         return kind(data.root, **arguments)
@@ -89,7 +92,7 @@ def _pixels(values: Any) -> Tensor:
 
 
 def _labels(found: Any) -> Tensor | None:
-    if isinstance(found, datasets.Imagenette):
+    if hasattr(found, "_samples"):  # Imagenette
         values = [label for _, label in found._samples]
     else:
         names = ("targets", "labels", "_labels")
@@ -106,8 +109,6 @@ def _classes(found: Any, labels: Tensor) -> tuple[str, ...]:
 
 
 def _paths(found: Any) -> list[str | Path]:
-    if isinstance(found, datasets.Imagenette):
+    if hasattr(found, "_samples"):  # Imagenette
         return [path for path, _ in found._samples]
-    if isinstance(found, datasets.OxfordIIITPet):
-        return list(found._images)
-    return list(found._image_files)
+    return list(found._images if hasattr(found, "_images") else found._image_files)

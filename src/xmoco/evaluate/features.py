@@ -13,7 +13,11 @@ BATCH = 256
 
 @torch.no_grad()
 def backbone_features(
-    backbone: nn.Module, images: ImageSet, views: ViewsConfig, device: torch.device, readers: int = 8
+    backbone: nn.Module,
+    images: ImageSet,
+    views: ViewsConfig,
+    device: torch.device,
+    readers: int = 8,
 ) -> Tensor:
     """Unit-length features (n, d) of the central views, in float32, the backbone in eval mode.
 
@@ -23,7 +27,9 @@ def backbone_features(
     backbone.eval()
     try:
         blocks = [
-            F.normalize(backbone(central(batch.images, batch.sizes, views.size, views)).float(), dim=1)
+            F.normalize(
+                backbone(central(batch.images, batch.sizes, views.size, views)).float(), dim=1
+            )
             for batch in in_order(images, BATCH, device, readers=readers)
         ]
     finally:

@@ -1,6 +1,6 @@
 """Methods: one file each. The training loop knows only ``Method`` and ``build_method``."""
 
-from xmoco.config import ModelConfig, MoCoV2PlusConfig, XMoCoConfig
+from xmoco.config import MoCoV2PlusConfig, ModelConfig, XMoCoConfig
 from xmoco.methods.base import Method, Step
 from xmoco.methods.mocov2plus import MoCoV2Plus
 from xmoco.methods.xmoco import XMoCo

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from xmoco.config import ModelConfig, MoCoConfig
+from xmoco.config import MoCoConfig, ModelConfig
 from xmoco.losses import MoCoLoss
 from xmoco.losses.gauges import feature_gauges
 from xmoco.nn.batchnorm import (
@@ -18,7 +18,7 @@ from xmoco.nn.encoder import Encoder, build_encoder, momentum_copy, momentum_upd
 
 
 class Step(NamedTuple):
-    """What one forward pass tells: the loss to minimise, its named terms, and gauges for the log."""
+    """What a forward pass tells: the loss to minimise, its named terms, gauges for the log."""
 
     loss: Tensor
     terms: dict[str, Tensor]
@@ -77,13 +77,12 @@ class MomentumMethod(Method):
                 keys: Tensor = self.momentum_encoder(views)
                 return keys
 
-    def contrast(
-        self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor, measure: bool
-    ) -> Step:
+    def contrast(self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor, measure: bool) -> Step:
         gauges: dict[str, Tensor] = {}
         if measure:
             gauges = feature_gauges(q_s) | self.loss.gauges(q_s, q_t, k_s, k_t)
-        return Step(*self.loss(q_s, q_t, k_s, k_t), gauges)
+        loss, terms = self.loss(q_s, q_t, k_s, k_t)
+        return Step(loss, terms, gauges)
 
     def after_step(self) -> None:
         momentum_update(self.momentum_encoder, self.encoder, self.key_momentum)

@@ -38,7 +38,7 @@ class ScaledResNet(ResNet):
 
 
 BUILDERS: dict[Backbone, Callable[[], ResNet]] = {
-    "tiny": lambda: ScaledResNet(BasicBlock, [1, 1, 1, 1], width=24),
+    "tiny": lambda: ScaledResNet(BasicBlock, [1, 1, 1, 1], width=16),
     "resnet18": torchvision.models.resnet18,
     "resnet34": torchvision.models.resnet34,
     "resnet50": torchvision.models.resnet50,
@@ -64,4 +64,4 @@ def build_backbone(name: Backbone, stem: str = "imagenet") -> ResNet:
 def feature_size(backbone: ResNet) -> int:
     """Length of the pooled features."""
     last = backbone.layer4[-1]
-    return (last.bn3 if isinstance(last, Bottleneck) else last.bn2).num_features
+    return int((last.bn3 if isinstance(last, Bottleneck) else last.bn2).num_features)

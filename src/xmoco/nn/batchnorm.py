@@ -29,7 +29,9 @@ class _SplitStatistics(nn.modules.batchnorm._BatchNorm):
             return super().forward(x)
         groups, (samples, channels) = self.groups, x.shape[:2]
         mean, var = self.running_mean, self.running_var
-        assert mean is not None and var is not None and self.momentum is not None
+        assert mean is not None
+        assert var is not None
+        assert self.momentum is not None
         means, variances = mean.repeat(groups), var.repeat(groups)
         normalised = F.batch_norm(
             x.reshape(samples // groups, groups * channels, *x.shape[2:]),
@@ -59,17 +61,16 @@ class SplitBatchNorm2d(_SplitStatistics, nn.BatchNorm2d):
 
 def split_statistics(module: nn.Module, groups: int) -> nn.Module:
     """Replace every batch norm inside ``module`` by its split form, in place."""
+    kinds = {nn.BatchNorm1d: SplitBatchNorm1d, nn.BatchNorm2d: SplitBatchNorm2d}
     for name, child in module.named_children():
-        split: type[_SplitStatistics] | None = {
-            nn.BatchNorm1d: SplitBatchNorm1d,
-            nn.BatchNorm2d: SplitBatchNorm2d,
-        }.get(type(child))
-        if split is None:
+        if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d):
+            split = kinds[type(child)](
+                child.num_features, groups, eps=child.eps, momentum=child.momentum
+            )
+            split.load_state_dict(child.state_dict())
+            setattr(module, name, split)
+        else:
             split_statistics(child, groups)
-            continue
-        replacement = split(child.num_features, groups, eps=child.eps, momentum=child.momentum)
-        replacement.load_state_dict(child.state_dict())
-        setattr(module, name, replacement)
     return module
 
 

@@ -1,4 +1,4 @@
-"""Backbone weights as a file: safetensors with torchvision's names, and what they need to be used."""
+"""Backbone weights as a file: safetensors with torchvision's names and a card in the header."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -25,11 +25,14 @@ class BackboneCard:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     method: str
-    epochs: float
+    epochs: int
+    seed: int
 
 
 def save_backbone(backbone: ResNet, card: BackboneCard, path: Path) -> None:
-    tensors = {name: value.detach().cpu().contiguous() for name, value in backbone.state_dict().items()}
+    tensors = {
+        name: value.detach().cpu().contiguous() for name, value in backbone.state_dict().items()
+    }
     header = {"format": "pt", "xmoco": json.dumps(asdict(card))}
     write_whole(path, save(tensors, metadata=header))
 
@@ -71,5 +74,7 @@ def read_card(weights: str | Path) -> tuple[BackboneCard, Path]:
     except (safetensors.SafetensorError, OSError):
         raise UserError(f"{path} is damaged or no safetensors file.") from None
     except (KeyError, TypeError, ValueError):
-        raise UserError(f"{path} does not say which backbone it holds: xmoco did not write it.") from None
+        raise UserError(
+            f"{path} does not say which backbone it holds: xmoco did not write it."
+        ) from None
     return card, path

@@ -2,9 +2,9 @@
 
 import torch
 from lightning_fabric import Fabric
-from lightning_fabric.strategies import DDPStrategy
+from lightning_fabric.strategies.ddp import DDPStrategy
 
-from xmoco.config import Config, ModelConfig, RunConfig
+from xmoco.config import ModelConfig, RunConfig
 from xmoco.errors import UserError
 
 

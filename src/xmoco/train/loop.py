@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from lightning_fabric import Fabric
@@ -18,19 +19,33 @@ from torch import Tensor
 from xmoco.config import Config
 from xmoco.data import Batch, Batches
 from xmoco.data.views import draw, render
-from xmoco.errors import UserError
+from xmoco.errors import Interrupted, UserError
 from xmoco.methods import Method, Step
 from xmoco.train.checkpoints import load_checkpoint
 from xmoco.train.run_folder import RunFolder
 from xmoco.train.schedule import learning_rate
-from xmoco.train.stopping import Interrupted, StopRequest
+from xmoco.train.stopping import StopRequest
 
 CHECKPOINT_SHARE = 0.02  # of the time, at most, goes into checkpoints at epoch ends
 STEPS_BETWEEN_STOP_CHECKS = 10  # with several processes, which have to agree
 
 
 class Spectator:
-    """What the loop tells as it goes, on the first process; the default is not interested."""
+    """What the loop tells as it goes, on the first process; this one is not interested.
+
+    A context manager: it is entered before the first step and left after the last.
+    """
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        pass
 
     def on_step(self, step: int) -> None:
         """``step`` steps are done."""
@@ -79,7 +94,9 @@ class Training:
             self.optimizer.load_state_dict(state["optimizer"])
             self.step = state["step"]
         except (RuntimeError, KeyError, ValueError):
-            raise UserError(f"{path} belongs to another configuration than {self.run.path}.") from None
+            raise UserError(
+                f"{path} belongs to another configuration than {self.run.path}."
+            ) from None
         return True
 
     def save(self) -> None:
@@ -126,7 +143,11 @@ class Training:
                     signal_number = stop.agreed(self.fabric.device)
                     if signal_number and self.step < self.total_steps:
                         self.save()
-                        raise Interrupted(signal_number, self.step)
+                        raise Interrupted(
+                            signal_number,
+                            f"stopped after step {self.step} of {self.total_steps}; everything is "
+                            f"saved. Go on with: xmoco pretrain --resume --out {self.run.path}",
+                        )
 
     def rate(self, step: int) -> float:
         optim = self.config.optim

@@ -92,10 +92,20 @@ class RunFolder:
 
     def last_knn(self) -> dict[str, float]:
         """The last kNN accuracy of every subject."""
+        return {record["subject"]: record["value"] for record in self._knn_records()}
+
+    def knn_curve(self, subject: str) -> list[tuple[int, float]]:
+        """Epochs and kNN accuracies of one subject."""
+        return [
+            (record["protocol"]["epoch"], record["value"])
+            for record in self._knn_records()
+            if record["subject"] == subject
+        ]
+
+    def _knn_records(self) -> list[dict[str, Any]]:
         file = self.path / "metrics.jsonl"
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        records = [line for line in map(json.loads, lines) if line.get("measure") == "knn_top1"]
-        return {record["subject"]: record["value"] for record in records}
+        return [line for line in map(json.loads, lines) if line.get("measure") == "knn_top1"]
 
     def log(self, text: str) -> None:
         self._append("train.log", f"{now()} {text}")
@@ -133,7 +143,9 @@ class RunFolder:
             with (self.path / name).open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
         except OSError as error:
-            raise UserError(f"could not write {self.path / name}: {error.strerror or error}.") from None
+            raise UserError(
+                f"could not write {self.path / name}: {error.strerror or error}."
+            ) from None
 
 
 def _pair(line: str) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Leaving in good order: Ctrl-C and SIGTERM ask the loop to save and stop after the current step."""
+"""Leaving in good order: Ctrl-C and SIGTERM ask the loop to save and stop after a step."""
 
 import signal
 import threading
@@ -9,15 +9,6 @@ import torch
 import torch.distributed as dist
 
 from xmoco.distributed import processes
-
-
-class Interrupted(Exception):
-    """The run was asked to stop and has saved itself."""
-
-    def __init__(self, signal_number: int, step: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(signal_number).name} after step {step}")
-        self.signal_number = signal_number
-        self.step = step
 
 
 class StopRequest:
@@ -43,7 +34,7 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _notice(self, number: int, frame: FrameType | None) -> None:
+    def _notice(self, number: int, _frame: FrameType | None) -> None:
         if self.signal_number:
             raise KeyboardInterrupt
         self.signal_number = number
