@@ -1,0 +1,67 @@
+"""Train a recipe and record how its kNN accuracy grows with time.
+
+    python benchmarks/recipe.py cifar10 --data cifar10.tar.xz epochs=20
+
+Every kNN measurement of the run becomes a record in benchmarks/results, with the seconds of
+training it took; a table is printed at the end. Other evaluations are separate programs.
+"""
+
+import argparse
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import xmoco
+from xmoco.records import Record, append_records
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipe")
+    parser.add_argument("settings", nargs="*", help="changes to the recipe, key=value")
+    parser.add_argument("--data", help="images, where not the recipe's own")
+    parser.add_argument("--run", type=Path, help="where the run folder goes; default: temporary")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_intermixed_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        run = options.run or Path(temporary) / "run"
+        result = xmoco.pretrain(
+            options.recipe, data=options.data, out=run, overrides=options.settings
+        )
+        records = read_records(run / "metrics.jsonl", result.seconds)
+    path = options.results / f"recipe-{records[-1].work}.jsonl"
+    append_records(path, records)
+    table = Table(title=f"{records[-1].work}: kNN top-1 (k {records[-1].protocol['k']})")
+    for heading in ("subject", "epoch", "kNN"):
+        table.add_column(heading, justify="left" if heading == "subject" else "right")
+    for record in records:
+        table.add_row(record.subject, str(record.protocol["epoch"]), f"{record.value:.2f} %")
+    Console().print(table)
+    print(f"trained {result.seconds:.0f} s; records in {path}")
+
+
+def read_records(metrics: Path, seconds: float) -> list[Record]:
+    """The run's kNN records, each with the settings and the time of the whole run."""
+    settings = (metrics.parent / "config.yaml").read_text()
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    speeds = sorted(line["values"]["images_per_second"] for line in lines if "values" in line)
+    known = {field.name for field in dataclasses.fields(Record)}
+    records = []
+    for line in lines:
+        if "measure" in line:
+            record = Record(**{name: value for name, value in line.items() if name in known})
+            record.protocol["run_seconds"] = round(seconds, 1)
+            record.protocol["images_per_second"] = round(speeds[len(speeds) // 2])
+            records.append(record)
+    records[-1].protocol["settings"] = settings
+    return records
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Log-space balancing against plain matrix scaling, at extremes, and over several processes."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import Array
+from torch import Tensor
+from torch.testing import assert_close
+
+from xmoco.losses.sinkhorn import peer_scaling
+
+
+def plan(log_kernel: Tensor, iterations: int) -> Tensor:
+    """The transport plan with sample totals 1/M."""
+    return (log_kernel + peer_scaling(log_kernel, iterations)).softmax(dim=1) / len(log_kernel)
+
+
+def scaled(kernel: Array, iterations: int) -> Array:
+    """Cuturi's scaling of a positive matrix to row totals 1/M and column totals 1/K."""
+    M, K = kernel.shape
+    rows = np.ones(M)
+    for _ in range(iterations):
+        columns = (1 / K) / (kernel.T @ rows)
+        rows = (1 / M) / (kernel @ columns)
+    return rows[:, None] * kernel * columns
+
+
+shapes = {"M": st.integers(1, 12), "K": st.integers(1, 12), "seed": st.integers(0, 2**32)}
+
+
+def random_kernel(M: int, K: int, seed: int, scale: float = 2.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(M, K, dtype=torch.float64, generator=generator)
+
+
+@given(**shapes, iterations=st.integers(1, 6))
+@settings(max_examples=50, deadline=None)
+def test_equals_plain_scaling_after_any_number_of_rounds(
+    M: int, K: int, seed: int, iterations: int
+) -> None:
+    log_kernel = random_kernel(M, K, seed)
+    expected = scaled(log_kernel.exp().numpy(), iterations)
+    assert_close(plan(log_kernel, iterations), torch.from_numpy(expected), rtol=1e-9, atol=0)
+
+
+@given(**shapes)
+@settings(max_examples=25, deadline=None)
+def test_converges_to_the_transport_plan(M: int, K: int, seed: int) -> None:
+    """Its totals and its form diag(α)·kernel·diag(β) determine the plan."""
+    log_kernel = random_kernel(M, K, seed, scale=1.0)
+    found = plan(log_kernel, 2000)
+    assert_close(found.sum(dim=1), torch.full((M,), 1 / M, dtype=torch.float64))
+    assert_close(found.sum(dim=0), torch.full((K,), 1 / K, dtype=torch.float64))
+    ratio = found.log() - log_kernel
+    form = ratio.mean(dim=0) + ratio.mean(dim=1, keepdim=True) - ratio.mean()
+    assert_close(ratio, form, rtol=0, atol=1e-9)
+
+
+@given(**shapes, iterations=st.integers(1, 5))
+@settings(max_examples=25, deadline=None)
+def test_the_scale_of_the_whole_kernel_does_not_matter(
+    M: int, K: int, seed: int, iterations: int
+) -> None:
+    log_kernel = random_kernel(M, K, seed)
+    assert_close(plan(log_kernel, iterations), plan(log_kernel - 500, iterations))
+
+
+def test_forbidden_peers_get_nothing_and_the_rest_is_balanced() -> None:
+    log_kernel = random_kernel(6, 5, seed=1)
+    for sample, peer in [(0, 0), (0, 1), (3, 2), (5, 4)]:
+        log_kernel[sample, peer] = -torch.inf
+    found = plan(log_kernel, 2000)
+    assert (found[log_kernel == -torch.inf] == 0).all()
+    assert_close(found.sum(dim=0), torch.full((5,), 1 / 5, dtype=torch.float64))
+    assert_close(found, torch.from_numpy(scaled(log_kernel.exp().numpy(), 2000)))
+
+
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e30])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_huge_logits_do_not_overflow(size: float, sign: int) -> None:
+    log_kernel = sign * size * torch.rand(8, 6, generator=torch.Generator().manual_seed(2))
+    found = plan(log_kernel, 3)
+    assert found.isfinite().all()
+    assert_close(found.sum(dim=1), torch.full((8,), 1 / 8))
+
+
+def test_peers_that_are_alike_get_alike_scalings() -> None:
+    scaling = peer_scaling(torch.zeros(3, 4), 3)
+    assert_close(scaling, scaling[:1].expand(4))
+
+
+def test_samples_in_two_processes_are_balanced_as_one() -> None:
+    """Two threads stand for the processes: each sees its rows, and the column totals of both."""
+    log_kernel = random_kernel(11, 7, seed=3)
+    log_kernel[:4, 2] = -torch.inf  # the first process has nothing for this peer
+    shards = [log_kernel[:4], log_kernel[4:]]
+    told: list[Tensor] = [torch.empty(0), torch.empty(0)]
+    found: list[Tensor] = [torch.empty(0), torch.empty(0)]
+    meeting = threading.Barrier(2, timeout=60)
+
+    def process(rank: int) -> None:
+        def over_rows(rows: Tensor) -> Tensor:
+            told[rank] = rows.logsumexp(dim=0)
+            meeting.wait()
+            total = torch.logaddexp(*told)
+            meeting.wait()
+            return total
+
+        found[rank] = peer_scaling(shards[rank], 4, over_rows)
+
+    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(found[0], found[1])
+    assert_close(found[0], peer_scaling(log_kernel, 4))
