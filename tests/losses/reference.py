@@ -15,8 +15,9 @@ Array = NDArray[np.float64]
 
 
 def softmax(logits: Array) -> Array:
-    exponentials = np.exp(logits - logits.max(axis=1, keepdims=True))
-    return exponentials / exponentials.sum(axis=1, keepdims=True)
+    exponentials: Array = np.exp(logits - logits.max(axis=1, keepdims=True))
+    exponentials /= exponentials.sum(axis=1, keepdims=True)
+    return exponentials
 
 
 def get_prob(q: Array, k: Array, bank: Array, tau: float) -> Array:
@@ -25,9 +26,7 @@ def get_prob(q: Array, k: Array, bank: Array, tau: float) -> Array:
     return softmax(np.concatenate([l_pos, l_neg], axis=1) / tau)
 
 
-def sinkhorn(
-    out: Array, lam: float, xi: float, niters: int, history: Array | None = None
-) -> Array:
+def sinkhorn(out: Array, lam: float, xi: float, niters: int, history: Array | None = None) -> Array:
     """Equations 11 and 12. ``history`` (M − N, K) are past probabilities over the negatives."""
     negatives = out[:, 1:] if history is None else np.concatenate([out[:, 1:], history])
     M, K = negatives.shape
@@ -95,7 +94,7 @@ class Algorithm:
         return sinkhorn(P, self.lam, self.xi, self.niters, rows)
 
     def as_past(self, q: Array, slot: int, bank: Array) -> Array:
-        """A past query's own key, its positive, sits in the bank: a part of the softmax, no peer."""
+        """A past query's own key, its positive, sits in the bank: in the softmax, but no peer."""
         others = np.delete(bank, slot, axis=0)
         P = get_prob(q[None], bank[slot][None], others, self.tau)
         return np.insert(P[0, 1:], slot, 0.0)

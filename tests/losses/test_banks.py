@@ -29,7 +29,7 @@ def random_features(rows: int, size: int) -> list[Tensor]:
 )
 @settings(max_examples=60, deadline=None)
 def test_ring_keeps_the_newest_of_both_sides_together(length: int, batches: list[int]) -> None:
-    """Row n of the source is n, of the target −n: lengths that are no multiple, batches too long."""
+    """Row n of the source is n, of the target −n: uneven lengths, batches too long."""
     ring, expected, entered = PairedRing(length, 2), deque[int](maxlen=length), 0
     for count in batches:
         numbers = torch.arange(entered + 1, entered + count + 1)
@@ -92,9 +92,7 @@ def test_a_past_query_sits_in_the_slot_of_its_keys() -> None:
 
 @pytest.mark.parametrize("history", ["queries", "probabilities"])
 @pytest.mark.parametrize(("batch", "joins_after"), [(4, 2), (3, 3), (8, 1), (11, 1)])
-def test_history_joins_exactly_when_full(
-    history: History, batch: int, joins_after: int
-) -> None:
+def test_history_joins_exactly_when_full(history: History, batch: int, joins_after: int) -> None:
     with_history, without = XMoCoLoss(6, 8, history=history), XMoCoLoss(6, 8, history="none")
     without.banks.load_state_dict(with_history.banks.state_dict())
     for step in range(joins_after + 2):

@@ -1,6 +1,7 @@
 """The losses in a plain PyTorch loop, as anyone would write it."""
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,12 +14,12 @@ from xmoco.losses import MoCoLoss, XMoCoLoss
 def views(images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Two noisy looks at every image."""
     noise = torch.randn(2, *images.shape, generator=generator)
-    x_s, x_t = images + 0.5 * noise
+    x_s, x_t = images + 0.3 * noise
     return x_s, x_t
 
 
 @pytest.mark.parametrize(
-    "criterion",
+    "build",
     [
         lambda: MoCoLoss(16, 96),
         lambda: XMoCoLoss(16, 96, history="queries"),
@@ -27,19 +28,19 @@ def views(images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     ],
     ids=["moco", "queries", "probabilities", "none"],
 )
-def test_twenty_steps_of_a_plain_loop_lower_the_loss(criterion: type[MoCoLoss]) -> None:
+def test_twenty_steps_of_a_plain_loop_lower_the_loss(build: Callable[[], MoCoLoss]) -> None:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(256, 24, generator=generator)
-    loss_of = criterion()
-    f = nn.Sequential(nn.Linear(24, 64), nn.ReLU(), nn.Linear(64, 16))
+    criterion = build()
+    f = nn.Linear(24, 16)
     g = copy.deepcopy(f).requires_grad_(False)
-    optimiser = torch.optim.SGD(f.parameters(), lr=0.5, momentum=0.9)
+    optimiser = torch.optim.SGD(f.parameters(), lr=0.2)
     losses = []
     for step in range(26):
         x_s, x_t = views(images[torch.randperm(256, generator=generator)[:32]], generator)
         q_s, q_t, k_s, k_t = (F.normalize(x, dim=1) for x in (f(x_s), f(x_t), g(x_s), g(x_t)))
-        loss, terms = loss_of(q_s, q_t, k_s, k_t)
+        loss, terms = criterion(q_s, q_t, k_s, k_t)
         assert loss.item() == pytest.approx(sum(term.item() for term in terms.values()), rel=1e-5)
         losses.append(loss.item())
         if step < 6:  # the banks fill with keys first: random vectors are easier negatives
@@ -49,7 +50,7 @@ def test_twenty_steps_of_a_plain_loop_lower_the_loss(criterion: type[MoCoLoss]) 
         optimiser.step()
         with torch.no_grad():
             for slow, fast in zip(g.parameters(), f.parameters(), strict=True):
-                slow.lerp_(fast, 0.1)
-    assert loss_of.banks.fill == 1
+                slow.lerp_(fast, 0.5)
+    assert criterion.banks.fill == 1
     before, after = sum(losses[4:7]) / 3, sum(losses[-3:]) / 3
     assert after < 0.9 * before

@@ -26,7 +26,8 @@ def scaled(kernel: Array, iterations: int) -> Array:
     for _ in range(iterations):
         columns = (1 / K) / (kernel.T @ rows)
         rows = (1 / M) / (kernel @ columns)
-    return rows[:, None] * kernel * columns
+    balanced: Array = rows[:, None] * kernel * columns
+    return balanced
 
 
 shapes = {"M": st.integers(1, 12), "K": st.integers(1, 12), "seed": st.integers(0, 2**32)}

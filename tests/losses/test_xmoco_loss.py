@@ -1,5 +1,7 @@
 """XMoCoLoss against the paper's algorithm, its labels' constraints, gradients and precision."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.testing import assert_close
 
 from xmoco.losses import MoCoLoss, XMoCoLoss
 from xmoco.losses.labels import soft_labels
-from xmoco.losses.similarity import crossed_similarities, cross_entropy, past_similarities
+from xmoco.losses.similarity import cross_entropy, crossed_similarities, past_similarities
 from xmoco.losses.xmoco import History
 
 HISTORIES: list[History] = ["queries", "probabilities", "none"]
@@ -83,7 +85,7 @@ def assert_same(
 )
 @settings(max_examples=150, deadline=None)
 def test_equals_the_papers_algorithm_in_float64(
-    N: int, K: int, d: int, options: dict[str, float], history: History, seed: int
+    N: int, K: int, d: int, options: dict[str, Any], history: History, seed: int
 ) -> None:
     """Over enough steps that the history joins and both rings wrap around."""
     criterion = XMoCoLoss(d, K, history=history, **options).double()
@@ -103,12 +105,14 @@ def test_equals_the_papers_algorithm_in_float64(
 )
 @settings(max_examples=40, deadline=None)
 def test_float32_is_as_accurate_as_float32_can_be(
-    N: int, K: int, options: dict[str, float], history: History, seed: int
+    N: int, K: int, options: dict[str, Any], history: History, seed: int
 ) -> None:
     """An error of one unit in a similarity becomes λ/τ of them in a label's logarithm."""
     criterion = XMoCoLoss(6, K, history=history, **options)
     algorithm, generator = paper(criterion), seeded(seed)
-    tolerance = 4 * torch.finfo(torch.float32).eps * (4 + options["sharpness"] / options["temperature"])
+    tolerance = (
+        4 * torch.finfo(torch.float32).eps * (4 + options["sharpness"] / options["temperature"])
+    )
     for _ in range(K // N + 2):
         q_s, q_t, k_s, k_t = (x.float() for x in random_features(N, 6, generator))
         loss, terms = criterion(q_s, q_t, k_s, k_t)
@@ -125,7 +129,7 @@ def test_float32_is_as_accurate_as_float32_can_be(
 )
 @settings(max_examples=60, deadline=None)
 def test_labels_are_distributions_with_the_positive_mass_in_front(
-    N: int, K: int, past: int, options: dict[str, float], seed: int
+    N: int, K: int, past: int, options: dict[str, Any], seed: int
 ) -> None:
     temperature = options.pop("temperature")
     generator = seeded(seed)
@@ -154,7 +158,7 @@ def test_negative_peers_get_equal_totals_at_convergence(
     log_p = crossed_similarities(
         unit_rows(N + past, 8, generator), unit_rows(N + past, 8, generator), bank, 0.2
     )
-    options = {"positive_mass": 0.8, "sharpness": sharpness, "iterations": 3000}
+    options: dict[str, Any] = {"positive_mass": 0.8, "sharpness": sharpness, "iterations": 3000}
     everyone = soft_labels(log_p, **options)
     totals = everyone[:, 1:].sum(dim=0)
     assert_close(totals, torch.full_like(totals, (N + past) * 0.2 / K), rtol=1e-6, atol=0)
@@ -259,7 +263,9 @@ def test_gradients_match_finite_differences(
     criterion(*features)[0].backward()
     assert q_s.grad is not None
     assert q_t.grad is not None
-    assert_close(torch.stack([q_s.grad, q_t.grad]), torch.from_numpy(expected), rtol=1e-6, atol=1e-7)
+    assert_close(
+        torch.stack([q_s.grad, q_t.grad]), torch.from_numpy(expected), rtol=1e-6, atol=1e-7
+    )
 
 
 def test_similarities_pass_gradcheck() -> None:
@@ -355,9 +361,11 @@ def test_autocast_changes_nothing(history: History) -> None:
 def test_tiny_probabilities_keep_their_differences() -> None:
     """P^λ here is near 1e−170: powers of float32 probabilities would all be 0, labels 0/0."""
     log_p = torch.tensor([[0.0, -38.0, -39.0, -40.0], [0.0, -40.0, -38.5, -39.0]])
-    options = {"positive_mass": 0.6, "sharpness": 10.0, "iterations": 3}
+    options: dict[str, Any] = {"positive_mass": 0.6, "sharpness": 10.0, "iterations": 3}
     expected = sinkhorn(log_p.double().exp().numpy(), 10, 0.6, 3)
-    assert_close(soft_labels(log_p, **options).double(), torch.from_numpy(expected), rtol=1e-4, atol=1e-7)
+    assert_close(
+        soft_labels(log_p, **options).double(), torch.from_numpy(expected), rtol=1e-4, atol=1e-7
+    )
 
 
 # Wrong input
@@ -366,12 +374,10 @@ def test_tiny_probabilities_keep_their_differences() -> None:
 @pytest.mark.parametrize("kind", [XMoCoLoss, MoCoLoss])
 @pytest.mark.parametrize("wrong", range(4))
 @pytest.mark.parametrize("shape", [(4, 5), (3, 6), (6,), (4, 6, 1)])
-def test_wrong_shapes_are_named(
-    kind: type[MoCoLoss], wrong: int, shape: tuple[int, ...]
-) -> None:
+def test_wrong_shapes_are_named(kind: type[MoCoLoss], wrong: int, shape: tuple[int, ...]) -> None:
     features = [torch.randn(4, 6) for _ in range(4)]
     features[wrong] = torch.randn(*shape)
-    with pytest.raises(ValueError, match="expected .* one row per image"):
+    with pytest.raises(ValueError, match=r"expected .* one row per image"):
         kind(6, 8)(*features)
 
 

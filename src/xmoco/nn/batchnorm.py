@@ -68,6 +68,7 @@ def split_statistics(module: nn.Module, groups: int) -> nn.Module:
                 child.num_features, groups, eps=child.eps, momentum=child.momentum
             )
             split.load_state_dict(child.state_dict())
+            split.train(child.training)
             setattr(module, name, split)
         else:
             split_statistics(child, groups)
