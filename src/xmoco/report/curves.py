@@ -127,7 +127,7 @@ class Look:
 LOOKS: Mapping[str, Look] = {
     "positive_probability": Look("Probability of the positive", "probability", (0, 1)),
     "label_entropy": Look("Entropy of the labels", "nats"),
-    "consistency_gap": Look("Gap between the two sides", "nats"),
+    "consistency_gap": Look("Gap between the two sides", "total variation"),
     "feature_spread": Look("Spread of the features (0 = collapsed)", "spread"),
     "effective_rank": Look("Effective rank of the features", "dimensions"),
     "learning_rate": Look("Learning rate", "rate"),

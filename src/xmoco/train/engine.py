@@ -1,8 +1,13 @@
 """Devices, precision and processes, by way of Lightning Fabric."""
 
+import inspect
+import logging
+from typing import Any
+
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.strategies.ddp import DDPStrategy
+from torch.nn.parallel import DistributedDataParallel
 
 from xmoco.config import ModelConfig, RunConfig
 from xmoco.errors import UserError
@@ -25,9 +30,7 @@ def build_fabric(run: RunConfig) -> Fabric:
         devices=run.devices,
         num_nodes=run.nodes,
         precision="bf16-mixed" if precision == "bf16" else "32-true",
-        # Banks are the same everywhere by construction, and batch statistics belong to a process:
-        # nothing to broadcast before every step.
-        strategy=DDPStrategy(broadcast_buffers=False) if many else "auto",
+        strategy=_data_parallel() if many else "auto",
     )
 
 
@@ -63,6 +66,16 @@ def describe_batch_norm(model: ModelConfig) -> str:
         "shuffled": "keys shuffled between processes",
         "synchronised": "synchronised over all processes",
     }[model.batch_norm]
+
+
+def _data_parallel() -> DDPStrategy:
+    """Gradients are averaged over processes, and nothing is broadcast before a step: the banks are
+    the same everywhere by construction, and batch statistics belong to a process."""
+    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    new, old = "forward_sync_buffers", "broadcast_buffers"  # torch renamed it after 2.11
+    options: dict[str, Any] = {new if new in known else old: False}
+    return DDPStrategy(**options)
 
 
 def _device(choice: str) -> str:
