@@ -1,7 +1,6 @@
 """Pre-training from images to weights: puts data, method, loop, monitor and report together."""
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +39,7 @@ class RunResult:
     knn: dict[str, float]
     """Last kNN accuracy in percent by subject: the method's, "untrained" and "raw pixels"."""
     seconds: float
-    """Time spent training in this session."""
+    """Time spent training over all sessions, kNN measurements included."""
 
 
 def pretrain(
@@ -146,22 +145,18 @@ def _run(
         test=None if test is None else _kept(test, config, fabric.device),
         device=fabric.device,
     )
-    seconds = 0.0
     if first:
         run.forget_after(training.step)
         run.write_environment(
             device=str(fabric.device), processes=fabric.world_size, batch_norm=model.batch_norm
         )
-    if training.step < training.total_steps or not run.weights.exists():
-        if first:
-            for line in _introduction(config, model, training, images, resumed):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
-                run.log(line)
+        for line in _introduction(config, model, training, images, resumed):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            run.log(line)
+    if training.step < training.total_steps:
         with Witness(config, training, monitor, run, console) if first else Spectator() as told:
-            started = time.perf_counter()
             training.train(told)
-            seconds = time.perf_counter() - started
-    return _on_first(fabric, lambda: _finish(config, training, monitor, run, seconds))
+    return _on_first(fabric, lambda: _finish(config, training, monitor, run))
 
 
 def _kept(test: ImageSet, config: Config, device: torch.device) -> ImageSet:
@@ -234,15 +229,15 @@ def _introduction(
     if training.batches.unreadable:
         count = len(training.batches.unreadable)
         yield f"warning: {count} images cannot be read and were replaced; see unreadable.txt"
-    if resumed:
+    if resumed and training.step == training.total_steps:
+        yield "this run is complete: its weights and report are written again"
+    elif resumed:
         epoch = training.step / training.steps_per_epoch
         yield f"going on after step {training.step} (epoch {epoch:.1f})"
     yield f"run folder: {training.run.path}"
 
 
-def _finish(
-    config: Config, training: Training, monitor: Monitor, run: RunFolder, seconds: float
-) -> RunResult:
+def _finish(config: Config, training: Training, monitor: Monitor, run: RunFolder) -> RunResult:
     """Weights and report of a finished run."""
     backbone = training.method.encoder.backbone
     card = BackboneCard(
@@ -260,9 +255,9 @@ def _finish(
         run.path,
         views_png=picture_views(monitor.train, config.views, config.train.seed, monitor.device),
         neighbours_png=picture_neighbours(monitor, backbone),
-        summary={"Training time": f"{seconds:.0f} s"} if seconds else {},
+        summary={"Training time": f"{training.seconds:,.0f} s, kNN included"},
     )
-    return RunResult(run.path, run.weights, report, run.last_knn(), seconds)
+    return RunResult(run.path, run.weights, report, run.last_knn(), training.seconds)
 
 
 def _on_first(fabric: Fabric, action: Callable[[], T]) -> T:

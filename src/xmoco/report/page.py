@@ -149,8 +149,9 @@ def _sentence(history: History) -> str:
     best = max(own.values)
     epoch = own.epochs[own.values.index(best)]
     peak = f" The best was {best:.1f} % after epoch {epoch:g}." if best > own.values[-1] else ""
+    epochs = "1 epoch" if own.epochs[-1] == 1 else f"{own.epochs[-1]:g} epochs"
     return (
-        f"After {own.epochs[-1]:g} epoch{'s' * (own.epochs[-1] != 1)} a kNN classifier on the learnt features is right for "
+        f"After {epochs} a kNN classifier on the learnt features is right for "
         f"{own.values[-1]:.1f} % of the test images{beside}.{peak}"
     )
 

@@ -67,6 +67,7 @@ class Training:
     batches: Batches
     run: RunFolder
     step: int = 0
+    seconds: float = 0.0  # of training, over all sessions
 
     def __post_init__(self) -> None:
         train, optim = self.config.train, self.config.optim
@@ -92,7 +93,7 @@ class Training:
         try:
             self.method.load_state_dict(state["method"])
             self.optimizer.load_state_dict(state["optimizer"])
-            self.step = state["step"]
+            self.step, self.seconds = state["step"], state["seconds"]
         except (RuntimeError, KeyError, ValueError):
             raise UserError(
                 f"{path} belongs to another configuration than {self.run.path}."
@@ -106,7 +107,11 @@ class Training:
         norms = torch._foreach_norm(list(self.method.parameters()))
         if not torch.stack(norms).isfinite().all():
             raise self._diverged()
-        state = {"method": self.method.state_dict(), "optimizer": self.optimizer.state_dict()}
+        state = {
+            "seconds": self.seconds,
+            "method": self.method.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
         self.run.checkpoints.save(self.step, state)
 
     def train(self, spectator: Spectator) -> None:
@@ -115,12 +120,14 @@ class Training:
         log_every, epoch_length = self.config.train.log_every, self.steps_per_epoch
         saves = _SaveClock(self.config.train.checkpoint_minutes * 60)
         self.method.train()
+        before, started = self.seconds, time.perf_counter()
         with StopRequest() as stop, closing(self.batches.from_step(self.step)) as stream:
             while self.step < self.total_steps:
                 log = (self.step + 1) % log_every == 0 or self.step + 1 == self.total_steps
                 step = self._advance(next(stream), measure=log)
                 pace.add(step)
                 self.step += 1
+                self.seconds = before + time.perf_counter() - started
                 if self.fabric.is_global_zero:
                     spectator.on_step(self.step)
                 if log:

@@ -111,7 +111,7 @@ class RunFolder:
         self._append("train.log", f"{now()} {text}")
 
     def forget_after(self, step: int) -> None:
-        """Drop metrics of steps that a resumed run is about to repeat."""
+        """Drop metrics of steps that a resumed run is about to repeat; all, if it starts over."""
         file = self.path / "metrics.jsonl"
         if not file.exists():
             return
@@ -121,7 +121,7 @@ class RunFolder:
                 line = json.loads(text)
             except ValueError:  # the last line, cut off when the run was killed
                 continue
-            if line.get("step", line.get("protocol", {}).get("step", 0)) <= step:
+            if 0 < step and line.get("step", line.get("protocol", {}).get("step", 0)) <= step:
                 kept.append(text + "\n")
         write_whole(file, "".join(kept).encode())
 
