@@ -183,6 +183,7 @@ def resident(
     A set whose images differ in size is returned as it is, as soon as a second size turns up.
     """
     limit = int(gib * 2**30)
+    labels = images.labels
     if isinstance(images, ArrayImages):
         pixels, shown = images.pixels, images.shown
         if pixels.numel() > limit:
@@ -194,7 +195,8 @@ def resident(
         if decoded is None:
             return images
         pixels, shown = decoded
-    return ArrayImages(images.name, pixels.to(device), images.labels, images.classes, shown)
+        labels = None if labels is None else labels[shown]
+    return ArrayImages(images.name, pixels.to(device), labels, images.classes, shown)
 
 
 def _decode_all(

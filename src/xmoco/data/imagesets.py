@@ -33,8 +33,9 @@ class ImageSet(ABC):
 class ArrayImages(ImageSet):
     """Equally sized images that are decoded already: uint8 (n, 3, height, width), on any device.
 
-    ``shown`` gives the position in the original set of the picture at each place. It is other than
-    0, 1, 2 … only where unreadable images were replaced.
+    ``labels`` belong to the pictures as they stand here. ``shown`` gives the position in the
+    original set of the picture at each place: other than 0, 1, 2 … where unreadable images were
+    replaced, or where only a part of the set is here.
     """
 
     def __init__(

@@ -33,6 +33,6 @@ def at_most(images: ImageSet, count: int) -> ImageSet:
     positions = epoch_order(len(images), seed=0, epoch=0)[:count].sort().values
     if isinstance(images, ArrayImages):
         pixels = images.pixels[positions.to(images.pixels.device)]
-        shown = images.shown[positions]
-        return ArrayImages(images.name, pixels, images.labels, images.classes, shown)
+        labels = None if images.labels is None else images.labels[positions]
+        return ArrayImages(images.name, pixels, labels, images.classes, images.shown[positions])
     return Subset(images, positions)

@@ -121,7 +121,7 @@ class RunFolder:
                 line = json.loads(text)
             except ValueError:  # the last line, cut off when the run was killed
                 continue
-            if 0 < step and line.get("step", line.get("protocol", {}).get("step", 0)) <= step:
+            if step > 0 and line.get("step", line.get("protocol", {}).get("step", 0)) <= step:
                 kept.append(text + "\n")
         write_whole(file, "".join(kept).encode())
 
