@@ -9,12 +9,10 @@ The runs themselves are kept only where ``--out`` says so; benchmarks/readme.py 
 
 import argparse
 import tempfile
-from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
 from recipe import RESULTS, read_records
-
 from xmoco.demo import run_demo
 from xmoco.records import Record, append_records
 
@@ -36,12 +34,15 @@ def main() -> None:
 def final_records(runs: Path) -> list[Record]:
     """The last record of every subject; both runs measure the same baselines, which count once."""
     last: dict[str, Record] = {}
-    for name in ("mocov2plus", "xmoco"):
-        records = read_records(runs / name / "metrics.jsonl", seconds=0)
+    for method in ("mocov2plus", "xmoco"):
+        records = read_records(runs / method / "metrics.jsonl", seconds=0)
         seconds = seconds_between(records[1], records[-1])
         for record in records:
-            timed = record.protocol | {"run_seconds": seconds if record.subject == name else 0}
-            last[record.subject] = replace(record, protocol=timed)
+            if record.subject == method:
+                record.protocol["run_seconds"] = seconds
+            else:  # measured before training
+                del record.protocol["run_seconds"], record.protocol["images_per_second"]
+            last[record.subject] = record
     return list(last.values())
 
 

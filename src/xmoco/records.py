@@ -6,6 +6,7 @@ Any two records with the same ``work`` and ``measure`` compare; ``subject`` says
 import functools
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Iterable
@@ -48,7 +49,13 @@ def machine() -> dict[str, Any]:
 
 @functools.cache
 def commit() -> str | None:
-    """The commit of the source tree xmoco runs from, with + when it was edited; None elsewhere."""
+    """The commit of the source tree xmoco runs from, with + when it was edited.
+
+    Where there is no git, the variable XMOCO_COMMIT may tell; otherwise nothing is known.
+    """
+    told = os.environ.get("XMOCO_COMMIT")
+    if told:
+        return told
     here = Path(__file__).parent
     try:
         top = _git(here, "rev-parse", "--show-toplevel")

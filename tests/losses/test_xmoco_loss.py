@@ -410,3 +410,20 @@ def test_gauges_describe_the_batch_and_change_nothing() -> None:
         "positive_probability",
         "consistency_gap",
     }
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"history": "past"},
+        {"iterations": 0},
+        {"sharpness": 0.0},
+        {"positive_mass": 0.0},
+        {"positive_mass": 1.1},
+        {"bank_length": 1},
+        {"temperature": 0.0},
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        XMoCoLoss(**{"feature_size": 4, "bank_length": 8} | wrong)

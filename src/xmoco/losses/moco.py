@@ -22,6 +22,10 @@ class MoCoLoss(nn.Module):
         self, feature_size: int = 128, bank_length: int = 4096, temperature: float = 0.2
     ) -> None:
         super().__init__()
+        if bank_length < 2 or temperature <= 0:
+            raise ValueError(
+                f"bank_length {bank_length} must be at least 2, temperature {temperature} above 0"
+            )
         self.temperature = temperature
         self.banks = KeyBanks(bank_length, feature_size)
 

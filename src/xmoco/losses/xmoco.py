@@ -1,6 +1,6 @@
 """The loss of XMoCo (paper, equation 13) as a module for any training loop."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -51,6 +51,13 @@ class XMoCoLoss(MoCoLoss):
         iterations: int = 3,
         history: History = "queries",
     ) -> None:
+        if history not in get_args(History):
+            raise ValueError(f"history is {history!r}, expected one of {get_args(History)}")
+        if not 0 < positive_mass <= 1 or sharpness <= 0 or iterations < 1:
+            raise ValueError(
+                f"positive_mass {positive_mass} must be in (0, 1], sharpness {sharpness} above 0, "
+                f"iterations {iterations} at least 1"
+            )
         super().__init__(feature_size, bank_length, temperature)
         self.sharpness = sharpness
         self.positive_mass = positive_mass

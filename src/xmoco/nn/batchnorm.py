@@ -63,7 +63,7 @@ def split_statistics(module: nn.Module, groups: int) -> nn.Module:
     """Replace every batch norm inside ``module`` by its split form, in place."""
     kinds = {nn.BatchNorm1d: SplitBatchNorm1d, nn.BatchNorm2d: SplitBatchNorm2d}
     for name, child in module.named_children():
-        if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d):
+        if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d) and type(child) in kinds:
             split = kinds[type(child)](
                 child.num_features, groups, eps=child.eps, momentum=child.momentum
             )

@@ -1,0 +1,244 @@
+"""Write the parts of README.md that no hand should: tables of recipes and results, and its picture.
+
+    python benchmarks/readme.py                       # the tables, from recipes and records
+    python benchmarks/readme.py --picture runs/demo   # also docs/demo.png, from a run of the demo
+
+A part stands between ``<!-- name:begin -->`` and ``<!-- name:end -->``; the rest is left alone.
+A test fails when a table no longer agrees with what it is made from.
+"""
+
+import argparse
+import io
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from PIL import Image
+from torch import Tensor
+
+from xmoco import load_backbone
+from xmoco.config import load_config, recipe_names
+from xmoco.data.patterns import patterns
+from xmoco.data.sources import open_images
+from xmoco.demo import NAMES
+from xmoco.evaluate.features import backbone_features
+from xmoco.evaluate.knn import nearest_neighbours
+from xmoco.report.curves import LIGHT, Panel, draw_panel, read_history
+from xmoco.report.sheets import WRONG
+from xmoco.train.run_folder import RunFolder
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+PICTURE = ROOT / "docs" / "demo.png"
+RESULTS = ROOT / "benchmarks" / "results"
+NEIGHBOURS = 8
+
+Record = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--picture", type=Path, metavar="RUNS", help="the folder of a demo")
+    options = parser.parse_args()
+    README.write_text(up_to_date(README.read_text(encoding="utf-8")), encoding="utf-8")
+    print(f"wrote the tables of {README}")
+    if options.picture is not None:
+        PICTURE.parent.mkdir(exist_ok=True)
+        PICTURE.write_bytes(demo_picture(options.picture))
+        print(f"wrote {PICTURE}, {PICTURE.stat().st_size / 1000:.0f} kB")
+
+
+def up_to_date(readme: str, results: Path = RESULTS) -> str:
+    """README.md as it should be: all generated parts made anew."""
+    for name, content in {"recipes": recipes_table(), "results": results_tables(results)}.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        before, _, rest = readme.partition(begin)
+        _, _, after = rest.partition(end)
+        readme = f"{before}{begin}\n{content}\n{end}{after}"
+    return readme
+
+
+def recipes_table() -> str:
+    rows = []
+    for name in sorted(recipe_names(), key=lambda name: load_config(name).views.size):
+        config = load_config(name)
+        rows.append(
+            [
+                f"`{name}`",
+                f"`{config.data.source}`",
+                f"`{config.model.backbone}`, {config.views.size} px",
+                f"{config.train.epochs}",
+                f"{config.train.batch}",
+                f"{config.method.bank_length}",
+            ]
+        )
+    return markdown_table(["recipe", "data", "backbone", "epochs", "batch", "K"], "lllrrr", rows)
+
+
+def results_tables(folder: Path) -> str:
+    """A table for every work and measure that has records, with its protocol below."""
+    return "\n\n".join(
+        results_table(file, records)
+        for file in sorted(folder.glob("*.jsonl"))
+        for records in comparable(map(json.loads, file.read_text(encoding="utf-8").splitlines()))
+    )
+
+
+def comparable(records: Iterable[Record]) -> list[list[Record]]:
+    """Groups of records that compare; of measurements that were repeated, the last counts."""
+    groups: dict[tuple[str, str], dict[tuple[Any, ...], Record]] = {}
+    for record in records:
+        protocol = record["protocol"]
+        which = (record["subject"], record["seed"], protocol["epoch"], protocol["k"])
+        groups.setdefault((record["work"], record["measure"]), {})[which] = record
+    return [list(group.values()) for group in groups.values()]
+
+
+def results_table(file: Path, records: Sequence[Record]) -> str:
+    measure = {"knn_top1": "kNN top-1"}[records[0]["measure"]]
+    last_epoch = max(record["protocol"]["epoch"] for record in records)
+    rows = []
+    for record in records:
+        protocol, unit = record["protocol"], record["unit"]
+        # The time is that of the whole run, so it stands beside the last epoch only.
+        finished = protocol["epoch"] == last_epoch
+        rows.append(
+            [
+                NAMES[record["subject"]],
+                str(protocol["epoch"] or ""),
+                f"{record['value']:.1f} {unit}",
+                f"{protocol['run_seconds']:.0f} s" if finished else "",
+            ]
+        )
+    link = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file.name
+    return "\n".join(
+        [
+            f"**{records[0]['work']}**",
+            "",
+            markdown_table(["features of", "epochs", measure, "training time"], "lrrr", rows),
+            "",
+            f"{circumstances(records)} ([records]({link}))",
+        ]
+    )
+
+
+def circumstances(records: Sequence[Record]) -> str:
+    """Data, protocol, seed, machine, versions and commit; several where the records differ."""
+
+    def all_of(describe: Callable[[Record], str | None]) -> str:
+        return " / ".join(dict.fromkeys(filter(None, map(describe, records))))
+
+    facts = [
+        all_of(lambda r: r["protocol"]["data"].removesuffix(" (train)")),
+        all_of(judged),
+        all_of(lambda r: f"k {r['protocol']['k']}, temperature {r['protocol']['temperature']}"),
+        all_of(lambda r: f"images of {r['protocol']['size']} px"),
+        all_of(lambda r: f"seed {r['seed']}"),
+        all_of(lambda r: machine(r["machine"])),
+        all_of(lambda r: f"torch {r['versions']['torch']}"),
+        all_of(lambda r: f"commit {r['commit']}" if r["commit"] else None),
+        all_of(lambda r: r["time"][:10]),
+    ]
+    return "; ".join(filter(None, facts)) + "."
+
+
+def judged(record: Record) -> str:
+    protocol = record["protocol"]
+    if protocol["split"] == "leave one out":
+        return f"each of {protocol['judged_images']:,} images judged by all others"
+    return (
+        f"{protocol['judged_images']:,} {protocol['split']} images judged by "
+        f"{protocol['bank_images']:,} training images"
+    )
+
+
+def machine(facts: dict[str, Any]) -> str:
+    if facts.get("gpus"):
+        return ", ".join(facts["gpus"])
+    return f"{facts['processor']}, {facts['threads']} threads"
+
+
+def markdown_table(headings: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> str:
+    rules = ["---:" if side == "r" else "---" for side in align]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [headings, rules, *rows])
+
+
+def demo_picture(runs: Path) -> bytes:
+    """kNN over epochs beside the baselines, and what the XMoCo backbone finds alike."""
+    figure = Figure(figsize=(11, 5.4), facecolor=LIGHT.paper, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.05))
+    draw_panel(left, knn_panel(runs), LIGHT)
+    left.set_ylim(0, 100)
+    draw_neighbours(right, runs / "xmoco")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=120, facecolor=figure.get_facecolor())
+    # 256 colours are enough for it, and take a third of the space.
+    small = io.BytesIO()
+    Image.open(picture).convert("RGB").quantize(256).save(small, format="png", optimize=True)
+    return small.getvalue()
+
+
+def knn_panel(runs: Path) -> Panel:
+    """Both runs' kNN curves, each from its own records; the baselines are those of XMoCo's run."""
+    curves = {
+        NAMES[method]: read_history(runs / method).knn()[method]
+        for method in ("xmoco", "mocov2plus")
+    }
+    measured = read_history(runs / "xmoco").knn()
+    levels = {NAMES[name]: measured[name].values[-1] for name in ("raw pixels", "untrained")}
+    return Panel("kNN accuracy on unseen patterns", "top-1, %", curves, levels, (0, 100))
+
+
+def draw_neighbours(axes: Axes, run: Path) -> None:
+    """The first test image of every family, and its nearest neighbours among training images."""
+    train_images, train_labels, families = patterns("train")
+    test_images, test_labels, _ = patterns("test")
+    queries = torch.stack(
+        [(test_labels == label).nonzero()[0, 0] for label in range(len(families))]
+    )
+    found = neighbours_of(queries, run)
+    for row, query in enumerate(queries):
+        axes.text(
+            -0.1, row + 0.5, families[row], color=LIGHT.ink, fontsize=9, ha="right", va="center"
+        )
+        show(axes, 0, row, test_images[query])
+        for rank, position in enumerate(found[row].tolist()):
+            column = rank + 1.3
+            show(axes, column, row, train_images[position])
+            if train_labels[position] != row:
+                frame = {"fill": False, "edgecolor": WRONG, "linewidth": 2, "linestyle": ":"}
+                axes.add_patch(Rectangle((column + 0.03, row + 0.03), 0.94, 0.94, **frame))
+    axes.set(xlim=(0, NEIGHBOURS + 1.3), ylim=(len(families), 0), aspect="equal")
+    axes.set_axis_off()
+    title = {"color": LIGHT.ink, "fontsize": 9, "va": "bottom"}
+    axes.text(0.5, -0.1, "query", ha="center", **title)
+    axes.text(1.33, -0.1, "nearest training images (dotted: another family)", **title)
+
+
+def neighbours_of(queries: Tensor, run: Path) -> Tensor:
+    """Positions of the training images nearest to test images, for the backbone of a run."""
+    config, cpu = RunFolder(run).config(), torch.device("cpu")
+    backbone = load_backbone(run)
+    train, test = (
+        backbone_features(backbone, images, config.views, cpu, config.run.readers)
+        for images in (open_images(config.data, "train"), open_images(config.data, "test"))
+        if images is not None
+    )
+    _, _, positions = next(iter(nearest_neighbours(train, test[queries], NEIGHBOURS)))
+    return positions
+
+
+def show(axes: Axes, column: float, row: float, image: Tensor) -> None:
+    extent = (column + 0.03, column + 0.97, row + 0.97, row + 0.03)
+    axes.imshow(image.permute(1, 2, 0).numpy(), extent=extent, interpolation="nearest")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,472 @@
+"""Every mistake a user can make gets one clear sentence, a non-zero exit, and breaks nothing."""
+
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    Outcome,
+    assert_done,
+    assert_refused,
+    checkpoints,
+    fingerprint,
+    make_images,
+    no_pictures,
+    run_cli,
+    write_recipe,
+)
+from safetensors.torch import load_file, save_file
+
+from xmoco.config import all_fields, recipe_names
+from xmoco.train.checkpoints import load_checkpoint
+from xmoco.train.loop import Training
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with no_pictures():
+        yield
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_images(tmp_path_factory.mktemp("data") / "gratings")
+
+
+@pytest.fixture(scope="module")
+def finished(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    recipe = write_recipe(folder / "fast.yaml", images, monitor={"knn_every": 0})
+    with no_pictures():
+        assert_done(run_cli("pretrain", "--recipe", recipe, "--out", folder / "run"))
+    return folder / "run"
+
+
+@pytest.fixture
+def here(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory but for fast.yaml."""
+    monkeypatch.chdir(tmp_path)
+    write_recipe(tmp_path / "fast.yaml", images, monitor={"knn_every": 0})
+    return tmp_path
+
+
+@pytest.fixture
+def run(finished: Path, here: Path) -> Path:
+    """A finished run of the recipe fast.yaml in a folder of its own, last epoch forgotten."""
+    shutil.copytree(finished, here / "run")
+    checkpoints(here / "run")[-1].unlink()
+    return here / "run"
+
+
+def pretrain(*arguments: str | Path) -> Outcome:
+    return run_cli("pretrain", "--recipe", "fast.yaml", *arguments)
+
+
+# A run that cannot start leaves nothing.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data", "nowhere"], ["nowhere"]),
+        (["--data", "pattern"], ["did you mean patterns?"]),
+        (["--data", "empty"], ["no images in empty", "png"]),
+        (["--data", "fast.yaml"], ["fast.yaml is neither a folder nor a whole tar archive"]),
+        (["--data", "torchvision:CIFAR11"], ["CIFAR11", "did you mean", "CIFAR10"]),
+        (["--data", "torchvision:CIFAR10"], ["CIFAR10", "download=true"]),
+        (["--recipe", "imagenete"], ["'imagenete' (did you mean imagenette?)", "cifar10"]),
+        (["--recipe", "other.yaml"], ["cannot read the recipe other.yaml"]),
+        (["--recipe", "broken.yaml"], ["broken.yaml is not valid yaml"]),
+        (["--recipe", "list.yaml"], ["list.yaml must hold sections"]),
+        (["--recipe", "typo.yaml"], ["'train.epoch' (did you mean epochs?)"]),
+        (["--recipe", "orphan.yaml"], ["unknown recipe 'nobody'"]),
+        (["--recipe", "own.yaml"], ["own.yaml"]),
+        (["epoch=3"], ["unknown key 'epoch' (did you mean epochs?)"]),
+        (["train.batchsize=3"], ["'train.batchsize' (did you mean"]),
+        (["epochs"], ["'epochs' is not of the form key=value"]),
+        (["method=moco"], ["unknown method 'moco'", "xmoco, mocov2plus"]),
+        (["epochs=ten"], ["train.epochs = 'ten'"]),
+        (["method=mocov2plus", "sharpness=2.0"], ["method.sharpness"]),
+        (["batch=129"], ["128 images", "batch of 129", "largest batch possible is 128"]),
+        (["batch=18", "accumulate=4"], ["batch of 18 cannot be shared equally by 4 parts"]),
+        (["batch_norm=shuffled"], ["batch_norm=split"]),
+        (["batch_norm=synchronised"], ["CUDA"]),
+        (["batch_norm=split", "batch=20"], ["20 images", "do not make 8"]),
+        (["batch_norm=split", "batch=8"], ["equal groups of at least two"]),
+        (["device=cuda"], ["device=cuda is not available"]),
+        (["device=mps"], ["device=mps is not available"]),
+        (["--weights", "nowhere"], ["no weights at nowhere"]),
+        (["--weights", "fast.yaml"], ["fast.yaml is damaged or no safetensors file"]),
+        (["--out", "fast.yaml"], ["fast.yaml already exists"]),
+        (["--out", "fast.yaml/run"], ["fast.yaml"]),
+        (["--out", "empty"], ["empty already exists"]),
+        (["--resume"], ["--out"]),
+        (["--resume", "--out", "empty"], ["empty holds no run"]),
+        (["--resume", "--out", "nowhere"], ["nowhere does not exist"]),
+        (["--resume", "--out", "run", "--weights", "run"], ["--weights", "--resume"]),
+    ],
+    ids=lambda value: " ".join(value) if "=" in "".join(value) or "--" in value[0] else "",
+)
+def test_a_wrong_start(here: Path, arguments: list[str], words: list[str]) -> None:
+    (here / "empty").mkdir()
+    (here / "broken.yaml").write_text("train: {epochs: 3\nbatch")
+    (here / "list.yaml").write_text("- 1\n- 2\n")
+    (here / "typo.yaml").write_text("train: {epoch: 3}\n")
+    (here / "orphan.yaml").write_text("inherits: nobody\n")
+    (here / "own.yaml").write_text("inherits: own.yaml\n")
+    before = fingerprint(here)
+    assert_refused(pretrain(*arguments), *words)
+    assert fingerprint(here) == before
+
+
+def test_all_values_out_of_range_are_listed_at_once(here: Path) -> None:
+    before = fingerprint(here)
+    wrong = ["temperature=-1", "epochs=0", "flip=1.5", "crop_scale=[0.9,0.1]", "bathc=3", "std=x"]
+    words = ["temperature", "epochs", "flip", "crop_scale", "did you mean batch?", "views.std"]
+    assert_refused(pretrain(*wrong), *words[:3], *words[4:])
+    assert_refused(pretrain(*wrong[:2], wrong[3]), "temperature", "epochs", "crop_scale")
+    assert fingerprint(here) == before
+
+
+def test_more_than_one_percent_unreadable(here: Path) -> None:
+    images = make_images(here / "images")
+    for name in ("class1/004.png", "class3/030.png"):
+        (images / name).write_bytes(b"no picture")
+    before = fingerprint(here)
+    words = ["2 of 128 images cannot be read", "more than 1 %", "class1/004.png"]
+    assert_refused(pretrain("--data", images), *words)
+    assert fingerprint(here) == before
+    # Streamed images are found out later, when a run exists; it stops as clearly.
+    outcome = pretrain("--data", images, "resident_gib=0", "--out", "run", "knn_every=0")
+    assert_refused(outcome, "2 of 128 images cannot be read", "more than 1 %")
+
+
+def test_weights_of_another_architecture(here: Path, finished: Path) -> None:
+    before = fingerprint(here)
+    words = ["holds a tiny with cifar stem", "resnet18 with cifar stem"]
+    assert_refused(pretrain("--weights", finished, "backbone=resnet18"), *words)
+    assert fingerprint(here) == before
+
+
+@pytest.mark.parametrize("kept", [0, 7, 100_000])
+def test_damaged_weights(here: Path, finished: Path, kept: int) -> None:
+    content = (finished / "backbone.safetensors").read_bytes()
+    (here / "backbone.safetensors").write_bytes(content[:kept])
+    before = fingerprint(here)
+    assert_refused(pretrain("--weights", "backbone.safetensors"), "damaged")
+    outcome = run_cli("evaluate", "knn", "backbone.safetensors", "patterns")
+    assert_refused(outcome, "backbone.safetensors is damaged")
+    assert fingerprint(here) == before
+
+
+def test_weights_that_xmoco_did_not_write(here: Path) -> None:
+    save_file({"weight": torch.zeros(3)}, here / "other.safetensors")
+    assert_refused(pretrain("--weights", "other.safetensors"), "xmoco did not write it")
+
+
+# An existing run is never harmed.
+
+
+def test_an_existing_run_is_not_overwritten(here: Path, run: Path) -> None:
+    before = fingerprint(here)
+    assert_refused(pretrain("--out", "run"), "run already holds a run", "--resume", "--out")
+    assert fingerprint(here) == before
+
+
+def test_resuming_with_another_configuration_names_the_changes(here: Path, run: Path) -> None:
+    before = fingerprint(here)
+    outcome = run_cli("pretrain", "--resume", "--out", "run", "epochs=9", "hue=0.4", "batch=16")
+    assert_refused(outcome, "train.epochs: 2 → 9", "views.hue: 0.2 → 0.4")
+    assert "batch" not in outcome.stderr
+    assert_refused(pretrain("--resume", "--out", "run", "method=mocov2plus"), "method.name")
+    assert_refused(run_cli("pretrain", "--resume", "--out", "run", "--data", "patterns"), "source")
+    assert fingerprint(here) == before
+
+
+def test_resuming_with_the_same_configuration_or_elsewhere_is_fine(here: Path, run: Path) -> None:
+    outcome = pretrain("--resume", "--out", "run", "epochs=2", "readers=3", "precision=fp32")
+    assert_done(outcome)
+    assert "going on after step 8 (epoch 1.0)" in outcome.stdout
+    assert [path.name for path in checkpoints(run)][-1] == "step-000000016.ckpt"
+
+
+def test_resuming_a_complete_run_is_fine(here: Path, finished: Path) -> None:
+    shutil.copytree(finished, here / "run")
+    before = load_file(here / "run" / "backbone.safetensors")
+    outcome = run_cli("pretrain", "--resume", "--out", "run")
+    assert_done(outcome)
+    assert "complete" in outcome.stdout
+    after = load_file(here / "run" / "backbone.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "train: {epochs: 0}", "train: {", "\x00"])
+def test_a_damaged_config(here: Path, run: Path, text: str) -> None:
+    (run / "config.yaml").write_text(text)
+    before = fingerprint(here)
+    assert_refused(run_cli("pretrain", "--resume", "--out", "run"), "config.yaml")
+    assert fingerprint(here) == before
+
+
+class Malicious:
+    """Would create a file when unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+def truncated(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def bits_flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[200:260] = bytes(60)
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "truncated": (truncated, "incomplete or no checkpoint"),
+    "empty": (lambda path: path.write_bytes(b""), "incomplete or no checkpoint"),
+    "text": (lambda path: path.write_text("hello"), "incomplete or no checkpoint"),
+    "bits flipped": (bits_flipped, ""),
+    "foreign": (lambda path: torch.save({"model": torch.zeros(3)}, path), "not a checkpoint of"),
+    "foreign tensor": (lambda path: torch.save(torch.zeros(3), path), "not a checkpoint of"),
+    "old pickle": (
+        lambda path: torch.save({}, path, _use_new_zipfile_serialization=False),
+        "incomplete or no checkpoint",
+    ),
+    "malicious": (
+        lambda path: torch.save(
+            torch.load(path) | {"extra": Malicious(path.parents[2] / "harm")}, path
+        ),
+        "loading it could run code",
+    ),
+    "another shape": (
+        lambda path: torch.save(
+            torch.load(path) | {"method": {"encoder.backbone.conv1.weight": torch.zeros(3)}}, path
+        ),
+        "belongs to another configuration",
+    ),
+    "parts missing": (
+        lambda path: torch.save({"format": torch.load(path)["format"], "step": 8}, path),
+        "belongs to another configuration",
+    ),
+    "wrong types": (
+        lambda path: torch.save(torch.load(path) | {"method": 3, "optimizer": []}, path),
+        "",
+    ),
+    "wrong step": (lambda path: torch.save(torch.load(path) | {"step": "eight"}, path), ""),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_bad_checkpoint(here: Path, run: Path, kind: str) -> None:
+    damage, words = DAMAGE[kind]
+    (last,) = checkpoints(run)
+    damage(last)
+    before = fingerprint(here)
+    assert_refused(run_cli("pretrain", "--resume", "--out", "run"), last.name, words)
+    assert not (here / "harm").exists()
+    assert fingerprint(here) == before
+
+
+def test_a_bad_checkpoint_says_which_older_one_is_left(here: Path, run: Path) -> None:
+    older = checkpoints(run)[0]
+    (run / "checkpoints" / "step-000000012.ckpt").write_bytes(older.read_bytes()[:1000])
+    outcome = run_cli("pretrain", "--resume", "--out", "run")
+    assert_refused(outcome, "step-000000012.ckpt", "Remove it to go on from step-000000008.ckpt")
+    (run / "checkpoints" / "step-000000012.ckpt").unlink()
+    assert_done(run_cli("pretrain", "--resume", "--out", "run"))
+
+
+# Trouble on the way.
+
+
+def stop_at(step: int, monkeypatch: pytest.MonkeyPatch, here: Path) -> Path:
+    """A run that was interrupted after ``step``."""
+    import signal
+
+    from xmoco.witness import Witness
+
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            Witness,
+            "on_step",
+            lambda self, now: os.kill(os.getpid(), signal.SIGTERM) if now == step else None,
+        )
+        outcome = pretrain("--out", "run")
+    assert outcome.status == 143
+    return here / "run"
+
+
+def test_a_full_disk_while_saving(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = stop_at(5, monkeypatch, here)
+    good = fingerprint(run / "checkpoints")
+
+    def fsync(_descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    from xmoco.train.checkpoints import Checkpoints
+
+    save = Checkpoints.save
+
+    def save_on_a_full_disk(self: Checkpoints, step: int, state: dict[str, Any]) -> Path:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fsync)
+            return save(self, step, state)
+
+    monkeypatch.setattr(Checkpoints, "save", save_on_a_full_disk)
+    outcome = run_cli("pretrain", "--resume", "--out", "run")
+    assert_refused(outcome, "run/checkpoints/step-000000008.ckpt", "No space left on device")
+    assert fingerprint(run / "checkpoints") == good
+    assert load_checkpoint(checkpoints(run)[-1])["step"] == 5
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "train.log", "environment.json"])
+def test_a_full_disk_while_logging(here: Path, run: Path, name: str) -> None:
+    """The device that is always full stands for the file."""
+    good = fingerprint(run / "checkpoints")
+    if name == "environment.json":
+        (run / name).unlink()
+        (run / name).mkdir()  # cannot be replaced by a file
+    else:
+        (run / name).unlink()
+        (run / name).symlink_to("/dev/full")
+    assert_refused(run_cli("pretrain", "--resume", "--out", "run"), f"run/{name}")
+    assert good.items() <= fingerprint(run / "checkpoints").items()
+    assert not list(run.rglob("*.part"))
+
+
+def test_files_that_may_not_grow(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A real process whose files are limited to 2 MB cannot write checkpoints of 4 MB."""
+    run = stop_at(5, monkeypatch, here)
+    good = fingerprint(run / "checkpoints")
+    done = subprocess.run(
+        [sys.executable, "-m", "xmoco", "pretrain", "--resume", "--out", "run"],
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**21, 2**21)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    outcome = Outcome(done.returncode, done.stdout, done.stderr)
+    assert_refused(outcome, "run/checkpoints/step-000000008.ckpt", "File too large")
+    assert fingerprint(run / "checkpoints") == good
+    assert load_checkpoint(checkpoints(run)[-1])["step"] == 5
+    assert_done(run_cli("pretrain", "--resume", "--out", "run"))
+
+
+def test_records_that_cannot_be_written(here: Path, finished: Path, images: Path) -> None:
+    (here / "full.jsonl").symlink_to("/dev/full")
+    arguments = ("evaluate", "knn", finished, images, "--k", "5", "--records")
+    assert_refused(run_cli(*arguments, "full.jsonl"), "No space left", "full.jsonl")
+    assert_refused(run_cli(*arguments, "fast.yaml/records.jsonl"), "fast.yaml")
+
+
+def test_a_loss_that_is_no_number(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an epoch the rate becomes absurd; the checkpoint of that epoch stays as it was."""
+    calm = Training.rate
+    monkeypatch.setattr(
+        Training, "rate", lambda self, step: calm(self, step) if step < 9 else 1e30
+    )
+    outcome = pretrain("--out", "run", "checkpoint_minutes=0.0001")
+    assert_refused(outcome, "the loss is no longer a number at step", "learning_rate")
+    last = checkpoints(here / "run")[-1]
+    assert str(last.relative_to(here)) in outcome.stderr
+    state = load_checkpoint(last)
+    assert state["step"] <= 9
+    assert all(value.isfinite().all() for value in state["method"].values())
+    assert not list((here / "run").rglob("*.part"))
+    assert not (here / "run" / "backbone.safetensors").exists()
+
+
+def test_a_loss_that_never_was_a_number(here: Path) -> None:
+    outcome = pretrain("--out", "run", "temperature=1e-45")
+    assert_refused(outcome, "the loss is no longer a number", "there is no checkpoint yet")
+    assert not checkpoints(here / "run")
+
+
+# Evaluation.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere", "patterns"], ["no weights at nowhere"]),
+        (["WEIGHTS", "nowhere"], ["nowhere"]),
+        (["WEIGHTS", "flat"], ["no labels", "one subfolder per class"]),
+        (["WEIGHTS", "IMAGES", "--k", "0"], ["k must be at least 1"]),
+        (["WEIGHTS", "IMAGES", "--temperature", "0"], ["temperature"]),
+        (["WEIGHTS", "IMAGES", "--device", "cuda"], ["device=cuda is not available"]),
+        (["WEIGHTS", "IMAGES", "--device", "gpu"], ["gpu"]),
+    ],
+    ids=lambda value: " ".join(value) if len(value) > 1 else "",
+)
+def test_a_wrong_evaluation(
+    here: Path, finished: Path, images: Path, arguments: list[str], words: list[str]
+) -> None:
+    (here / "flat").mkdir()
+    for picture in (images / "class0").iterdir():
+        shutil.copy(picture, here / "flat")
+    before = fingerprint(here)
+    real = {"WEIGHTS": str(finished), "IMAGES": str(images)}
+    chosen = [real.get(argument, argument) for argument in arguments]
+    assert_refused(run_cli("evaluate", "knn", *chosen), *words)
+    assert fingerprint(here) == before
+
+
+def test_evaluating_an_unfinished_run(here: Path, run: Path, images: Path) -> None:
+    (run / "backbone.safetensors").unlink()
+    outcome = run_cli("evaluate", "knn", run, images)
+    assert_refused(outcome, "has no weights yet", "--resume")
+
+
+# Help.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "pretrain"),
+        (["--help"], "evaluate"),
+        (["pretrain", "--help"], "--resume"),
+        (["evaluate", "knn", "--help"], "--temperature"),
+    ],
+)
+def test_help_does_not_wait_for_torch(arguments: list[str], words: str) -> None:
+    program = (
+        "import sys\n"
+        "from xmoco.cli import main\n"
+        f"sys.argv = ['xmoco', *{arguments!r}]\n"
+        "try:\n    main()\n"
+        "finally:\n    print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert words in done.stdout
+    assert done.stdout.endswith("False\n")
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("recipe", [None, *recipe_names()])
+def test_settings_lists_every_field(recipe: str | None) -> None:
+    outcome = run_cli("settings", *([] if recipe is None else ["--recipe", recipe]))
+    assert_done(outcome)
+    for section, field in all_fields():
+        assert section in outcome.stdout
+        assert field in outcome.stdout
+
+
+def test_settings_of_an_unknown_recipe() -> None:
+    assert_refused(run_cli("settings", "--recipe", "dmeo"), "did you mean demo?")
