@@ -38,6 +38,7 @@ README = ROOT / "README.md"
 PICTURE = ROOT / "docs" / "demo.png"
 RESULTS = ROOT / "benchmarks" / "results"
 NEIGHBOURS = 8
+GAP = 0.06  # around a picture, as a share of its cell
 
 Record = dict[str, Any]
 
@@ -66,8 +67,12 @@ def up_to_date(readme: str, results: Path = RESULTS) -> str:
 
 def recipes_table() -> str:
     rows = []
-    for name in sorted(recipe_names(), key=lambda name: load_config(name).views.size):
-        config = load_config(name)
+    configs = {name: load_config(name) for name in recipe_names()}
+    by_size = sorted(
+        configs, key=lambda name: (configs[name].views.size, configs[name].train.batch)
+    )
+    for name in by_size:
+        config = configs[name]
         rows.append(
             [
                 f"`{name}`",
@@ -213,11 +218,13 @@ def draw_neighbours(axes: Axes, run: Path) -> None:
             column = rank + 1.3
             show(axes, column, row, train_images[position])
             if train_labels[position] != row:
-                frame = {"fill": False, "edgecolor": WRONG, "linewidth": 2, "linestyle": ":"}
-                axes.add_patch(Rectangle((column + 0.03, row + 0.03), 0.94, 0.94, **frame))
+                corner = (column + GAP, row + GAP)
+                frame = Rectangle(corner, 1 - 2 * GAP, 1 - 2 * GAP, fill=False)
+                frame.set(edgecolor=WRONG, linewidth=2, linestyle=":")
+                axes.add_patch(frame)
     axes.set(xlim=(0, NEIGHBOURS + 1.3), ylim=(len(families), 0), aspect="equal")
     axes.set_axis_off()
-    title = {"color": LIGHT.ink, "fontsize": 9, "va": "bottom"}
+    title: dict[str, Any] = {"color": LIGHT.ink, "fontsize": 9, "va": "bottom"}
     axes.text(0.5, -0.1, "query", ha="center", **title)
     axes.text(1.33, -0.1, "nearest training images (dotted: another family)", **title)
 
@@ -236,7 +243,7 @@ def neighbours_of(queries: Tensor, run: Path) -> Tensor:
 
 
 def show(axes: Axes, column: float, row: float, image: Tensor) -> None:
-    extent = (column + 0.03, column + 0.97, row + 0.97, row + 0.03)
+    extent = (column + GAP, column + 1 - GAP, row + 1 - GAP, row + GAP)
     axes.imshow(image.permute(1, 2, 0).numpy(), extent=extent, interpolation="nearest")
 
 

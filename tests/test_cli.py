@@ -88,7 +88,9 @@ def pretrain(*arguments: str | Path) -> Outcome:
         (["--recipe", "list.yaml"], ["list.yaml must hold sections"]),
         (["--recipe", "typo.yaml"], ["'train.epoch' (did you mean epochs?)"]),
         (["--recipe", "orphan.yaml"], ["unknown recipe 'nobody'"]),
-        (["--recipe", "own.yaml"], ["own.yaml"]),
+        (["--recipe", "own.yaml"], ["own.yaml inherits from itself"]),
+        (["--recipe", "many.yaml"], ["many.yaml must inherit from one recipe"]),
+        (["--recipe", "flat.yaml", "epochs=3"], ["train must hold keys and values"]),
         (["epoch=3"], ["unknown key 'epoch' (did you mean epochs?)"]),
         (["train.batchsize=3"], ["'train.batchsize' (did you mean"]),
         (["epochs"], ["'epochs' is not of the form key=value"]),
@@ -122,6 +124,8 @@ def test_a_wrong_start(here: Path, arguments: list[str], words: list[str]) -> No
     (here / "typo.yaml").write_text("train: {epoch: 3}\n")
     (here / "orphan.yaml").write_text("inherits: nobody\n")
     (here / "own.yaml").write_text("inherits: own.yaml\n")
+    (here / "many.yaml").write_text("inherits: [demo, imagenet]\n")
+    (here / "flat.yaml").write_text("train: 3\n")
     before = fingerprint(here)
     assert_refused(pretrain(*arguments), *words)
     assert fingerprint(here) == before
@@ -336,16 +340,20 @@ def test_a_full_disk_while_saving(here: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "train.log", "environment.json"])
-def test_a_full_disk_while_logging(here: Path, run: Path, name: str) -> None:
+def test_a_full_disk_while_logging(
+    here: Path, run: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The device that is always full stands for the file."""
     good = fingerprint(run / "checkpoints")
-    if name == "environment.json":
-        (run / name).unlink()
-        (run / name).mkdir()  # cannot be replaced by a file
-    else:
-        (run / name).unlink()
-        (run / name).symlink_to("/dev/full")
-    assert_refused(run_cli("pretrain", "--resume", "--out", "run"), f"run/{name}")
+    open_path = Path.open
+
+    def open_or_full(self: Path, mode: str = "r", **options: Any) -> Any:
+        full = mode != "r" and name in self.name
+        return open_path(Path("/dev/full") if full else self, mode, **options)
+
+    monkeypatch.setattr(Path, "open", open_or_full)
+    outcome = run_cli("pretrain", "--resume", "--out", "run")
+    assert_refused(outcome, f"could not write run/{name}", "No space left on device")
     assert good.items() <= fingerprint(run / "checkpoints").items()
     assert not list(run.rglob("*.part"))
 

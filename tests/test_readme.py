@@ -102,7 +102,7 @@ def test_the_stem_for_small_images_loads_as_described(photos: Path) -> None:
 def test_pretraining_from_python_has_real_settings(
     photos: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = {}
+    asked: dict[str, Any] = {}
 
     def pretrain(recipe: str, out: str, **settings: Any) -> SimpleNamespace:
         asked.update(load_config(recipe, settings=settings).train)

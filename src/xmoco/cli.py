@@ -131,6 +131,28 @@ def knn(
         append_records(records, found)
 
 
+@app.command(
+    epilog="Examples: `xmoco export runs/photos --to timm` · "
+    "`xmoco export backbone.safetensors --to onnx --out photos.onnx`"
+)
+def export(
+    weights: Annotated[Path, typer.Argument(help="A run folder or a backbone.safetensors.")],
+    to: Annotated[str, typer.Option(help="`torchvision`, `timm`, `detectron2` or `onnx`.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The new file. Default: beside the weights.")
+    ] = None,
+) -> None:
+    """Write the weights for another program.
+
+    The file is read back as that program does, and kept only if it gives the same features.
+    """
+    from xmoco.export import export as write_export
+    from xmoco.export import how_to_load
+
+    path = write_export(weights, to, out)
+    _print(f"weights  {path}\n\n{how_to_load(weights, to, path)}")
+
+
 @app.command()
 def demo(
     out: Annotated[

@@ -253,9 +253,14 @@ def config_from_settings(settings: Any) -> Config:
     return _validated(settings, [])
 
 
-def read_recipe(recipe: str | Path) -> Settings:
-    """The settings of a recipe, those of the recipe it ``inherits`` from included."""
+def read_recipe(recipe: str | Path, heirs: tuple[str, ...] = ()) -> Settings:
+    """The settings of a recipe, those of the recipe it ``inherits`` from included.
+
+    ``heirs`` are the recipes that inherit from this one.
+    """
     text, where = _recipe_text(recipe)
+    if where in heirs:
+        raise UserError(f"{where} inherits from itself.")
     try:
         content = yaml.load(text, Loader=_Loader) or {}
     except yaml.YAMLError as error:
@@ -265,14 +270,15 @@ def read_recipe(recipe: str | Path) -> Settings:
             f"{where} must hold sections such as `train:`, not {type(content).__name__}."
         )
     parent = content.pop("inherits", None)
-    settings: Settings = {} if parent is None else read_recipe(parent)
+    if parent is not None and not isinstance(parent, str):
+        raise UserError(f"{where} must inherit from one recipe by name, not from {parent!r}.")
+    settings: Settings = {} if parent is None else read_recipe(parent, (*heirs, where))
     for section, fields in content.items():
         if section == "method" and isinstance(fields, str):
             fields = {"name": fields}
-        if section in settings and isinstance(fields, dict):
-            settings[section] = settings[section] | fields
-        else:
-            settings[section] = fields
+        if not isinstance(fields, dict):
+            raise UserError(f"{where}: {section} must hold keys and values, not {fields!r}.")
+        settings[section] = settings.get(section, {}) | fields
     return settings
 
 

@@ -12,8 +12,9 @@ class UserError(Exception):
 class Interrupted(Exception):  # noqa: N818 - nothing went wrong
     """A run was asked to stop by a signal, and has saved itself."""
 
-    def __init__(self, signal_number: int, sentence: str) -> None:
-        super().__init__(f"{signal.Signals(signal_number).name}: {sentence}")
+    def __init__(self, signal_number: int, where: str, way_on: str) -> None:
+        name = signal.Signals(signal_number).name
+        super().__init__(f"stopped by {name} {where}; everything is saved. Go on with: {way_on}")
         self.signal_number = signal_number
 
 

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from xmoco.errors import UserError
+
 
 def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
@@ -87,9 +89,12 @@ class Record:
 
 def append_records(path: Path, records: Iterable[Record]) -> None:
     """Add records to a .jsonl file, one per line."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(record.json() + "\n" for record in records)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.writelines(record.json() + "\n" for record in records)
+    except OSError as error:
+        raise UserError(f"could not write {path}: {error.strerror or error}.") from None
 
 
 def _git(folder: Path, *arguments: str) -> str:

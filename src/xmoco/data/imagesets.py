@@ -35,7 +35,7 @@ class ArrayImages(ImageSet):
 
     ``labels`` belong to the pictures as they stand here. ``shown`` gives the position in the
     original set of the picture at each place: other than 0, 1, 2 … where unreadable images were
-    replaced, or where only a part of the set is here.
+    replaced.
     """
 
     def __init__(

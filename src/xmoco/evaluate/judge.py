@@ -12,6 +12,7 @@ from xmoco.evaluate.features import backbone_features
 from xmoco.evaluate.knn import knn_accuracy
 from xmoco.nn.weights import load_backbone, read_card
 from xmoco.records import Record
+from xmoco.train.engine import choose_device
 
 
 def evaluate_knn(
@@ -35,9 +36,7 @@ def evaluate_knn(
     assert train is not None
     for images in filter(None, (train, test)):
         _need_labels(images)
-    place = torch.device(
-        device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    )
+    place = torch.device(choose_device(device))
     backbone = load_backbone(path).to(place)
     views = ViewsConfig(size=card.size, mean=card.mean, std=card.std)
     bank = backbone_features(backbone, train, views, place, readers)

@@ -12,7 +12,8 @@ def feature_gauges(features: Tensor) -> dict[str, Tensor]:
     ``effective_rank`` is the exponential of the entropy of the covariance's eigenvalues.
     """
     centred = features.float() - features.float().mean(dim=0)
-    eigenvalues = torch.linalg.svdvals(centred).square()
+    # Where features are no longer numbers, it is the loss that says so, not a failing gauge.
+    eigenvalues = torch.linalg.svdvals(centred.nan_to_num()).square()
     shares = eigenvalues / eigenvalues.sum().clamp_min(1e-12)
     return {
         "feature_spread": centred.square().sum(dim=1).mean().sqrt(),

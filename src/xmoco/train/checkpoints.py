@@ -29,7 +29,8 @@ class Checkpoints:
         path = self.folder / f"step-{step:09d}.ckpt"
         content = {"format": FORMAT, "step": step, **state}
         write_whole(path, lambda file: torch.save(content, file))
-        for old in self.paths()[:-KEPT]:
+        left_by_a_killed_run = self.folder.glob(".step-*.part")
+        for old in [*self.paths()[:-KEPT], *left_by_a_killed_run]:
             old.unlink(missing_ok=True)
         return path
 

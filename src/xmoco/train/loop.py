@@ -93,8 +93,8 @@ class Training:
         try:
             self.method.load_state_dict(state["method"])
             self.optimizer.load_state_dict(state["optimizer"])
-            self.step, self.seconds = state["step"], state["seconds"]
-        except (RuntimeError, KeyError, ValueError):
+            self.step, self.seconds = int(state["step"]), float(state["seconds"])
+        except (RuntimeError, LookupError, ValueError, TypeError, AttributeError):
             raise UserError(
                 f"{path} belongs to another configuration than {self.run.path}."
             ) from None
@@ -152,8 +152,8 @@ class Training:
                         self.save()
                         raise Interrupted(
                             signal_number,
-                            f"stopped after step {self.step} of {self.total_steps}; everything is "
-                            f"saved. Go on with: xmoco pretrain --resume --out {self.run.path}",
+                            f"after step {self.step} of {self.total_steps}",
+                            f"xmoco pretrain --resume --out {self.run.path}",
                         )
 
     def rate(self, step: int) -> float:

@@ -70,7 +70,7 @@ class RunFolder:
         try:
             return config_from_settings(yaml.safe_load(file.read_text(encoding="utf-8")))
         except (OSError, yaml.YAMLError, UserError) as error:
-            raise UserError(f"{file} cannot be used: {error}") from None
+            raise UserError(f"{file} cannot be used: {' '.join(str(error).split())}") from None
 
     def write_environment(self, **facts: Any) -> None:
         content = {

@@ -1,0 +1,134 @@
+"""One way for every target: write the file, read it back as the target would, compare, keep it.
+
+An export that does not give the backbone's own features is worth nothing, and nobody would notice
+for weeks. So the file gets its name only after the target's loader has read it and has computed,
+from random images, the features of the original backbone.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+from torchvision.models.resnet import ResNet
+
+from xmoco.errors import UserError, nearest
+from xmoco.export import to_detectron2, to_onnx, to_timm, to_torchvision
+from xmoco.files import write_whole
+from xmoco.nn.weights import BackboneCard, load_backbone, read_card
+
+TOLERANCE = 1e-4
+"""The largest difference between two features, as a share of the largest feature."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A program that weights can go to."""
+
+    ending: str  # of the file's name, instead of .safetensors
+    libraries: tuple[str, ...]  # what it needs beyond xmoco's own; the extra has the target's name
+    write: Callable[[ResNet, BackboneCard, BinaryIO], None]
+    features: Callable[[Path, BackboneCard, Tensor], Tensor]  # of images, read back from the file
+    loading: Callable[[Path, BackboneCard], str]  # the lines with which a user loads the file
+
+
+TARGETS = {
+    "torchvision": Target(
+        ".torchvision.pth",
+        (),
+        to_torchvision.write,
+        to_torchvision.features,
+        to_torchvision.loading,
+    ),
+    "timm": Target(".timm.pth", ("timm",), to_timm.write, to_timm.features, to_timm.loading),
+    "detectron2": Target(
+        ".detectron2.pkl", (), to_detectron2.write, to_detectron2.features, to_detectron2.loading
+    ),
+    "onnx": Target(
+        ".onnx",
+        ("onnx", "onnxruntime", "onnxscript"),
+        to_onnx.write,
+        to_onnx.features,
+        to_onnx.loading,
+    ),
+}
+
+
+def export(weights: str | Path, to: str, out: str | Path | None = None) -> Path:
+    """Write the backbone of a run folder or a ``backbone.safetensors`` for another program.
+
+    ``to`` is torchvision, timm, detectron2 or onnx; the file goes beside the weights unless ``out``
+    says where. It is there only if it was read back and gave the same features, to ``TOLERANCE``;
+    an existing file is left alone.
+    """
+    target = _target(to)
+    card, source = read_card(weights)
+    default = source.with_suffix(target.ending)
+    path = default if out is None else Path(out)
+    if path.suffix != default.suffix:
+        raise UserError(f"a file for {to} must end in {default.suffix}, and {path} does not.")
+    if path.exists():
+        raise UserError(f"{path} already exists: remove it or name another file with --out.")
+    _require(target.libraries, extra=to)
+
+    backbone = load_backbone(source)
+    images = torch.randn(3, 3, card.size, card.size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected: Tensor = backbone(images)
+    if not expected.isfinite().all():
+        raise UserError(f"the backbone in {source} gives features that are no numbers.")
+
+    def write_and_check(file: BinaryIO) -> None:
+        target.write(backbone, card, file)
+        file.flush()
+        try:
+            with torch.no_grad():
+                found = target.features(Path(file.name), card, images)
+        except Exception as error:  # whatever a foreign loader may say
+            reason = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise UserError(f"{path} was not kept: {to} cannot read it back ({reason}).") from error
+        _compare(found, expected, f"{path} was not kept: read back by {to}, it gives")
+
+    write_whole(path, write_and_check)
+    return path
+
+
+def how_to_load(weights: str | Path, to: str, path: str | Path) -> str:
+    """The lines that load the exported file ``path``, to copy."""
+    target = _target(to)
+    card, _ = read_card(weights)
+    seen = f"# trained on RGB images of {card.size} × {card.size} in [0, 1], "
+    return f"{seen}minus {card.mean}, over {card.std}\n{target.loading(Path(path), card)}"
+
+
+def _target(to: str) -> Target:
+    if to not in TARGETS:
+        known = ", ".join(TARGETS)
+        raise UserError(f"unknown target {to!r}{nearest(to, TARGETS)}: there are {known}.")
+    return TARGETS[to]
+
+
+def _require(libraries: tuple[str, ...], extra: str) -> None:
+    for library in libraries:
+        try:
+            importlib.import_module(library)
+        except ModuleNotFoundError:
+            raise UserError(
+                f"exporting to {extra} needs {library}: pip install 'xmoco[{extra}]'."
+            ) from None
+
+
+def _compare(found: Tensor, expected: Tensor, sentence: str) -> None:
+    if found.shape != expected.shape:
+        shapes = f"{tuple(found.shape)} instead of {tuple(expected.shape)}"
+        raise UserError(f"{sentence} features of shape {shapes}.")
+    difference = float((found - expected).abs().max())
+    largest = float(expected.abs().max())
+    if not difference <= TOLERANCE * largest:  # also when it is no number
+        raise UserError(
+            f"{sentence} features that differ by {difference:.1e}, the largest being {largest:.1e} "
+            f"(allowed is {TOLERANCE:g} of it)."
+        )

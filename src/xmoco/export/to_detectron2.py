@@ -1,0 +1,115 @@
+"""For Detectron2: a pickle of numpy arrays under its names (stem, res2 … res5), without fc.
+
+It is the layout that MoCo's detection experiments read; Detectron2 finds its backbone by the ends
+of the names (``matching_heuristics``). Detectron2 is not on the package index, so the file is read
+back by a forward pass written from Detectron2's own rules for names, strides and shortcuts.
+"""
+
+import pickle
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.models.resnet import ResNet
+
+from xmoco.errors import UserError
+from xmoco.export.names import renamed
+from xmoco.nn.weights import BackboneCard
+
+NAMES = [
+    (r"^conv1\.", "stem.conv1."),
+    (r"^bn1\.", "stem.conv1.norm."),
+    *[(rf"^layer{stage}\.", f"res{stage + 1}.") for stage in (1, 2, 3, 4)],
+    (r"\.bn(\d)\.", r".conv\1.norm."),
+    (r"\.downsample\.0\.", ".shortcut."),
+    (r"\.downsample\.1\.", ".shortcut.norm."),
+]
+
+DEPTH_AND_WIDTH = {
+    "resnet18": (18, 64),
+    "resnet34": (34, 64),
+    "resnet50": (50, 64),
+    "resnet101": (101, 64),
+    "resnet152": (152, 64),
+    "resnet50w2": (50, 128),
+    "resnet50w4": (50, 256),
+}
+"""What Detectron2's configuration calls DEPTH and STEM_OUT_CHANNELS."""
+
+BLOCKS = {
+    18: (2, 2, 2, 2),
+    34: (3, 4, 6, 3),
+    50: (3, 4, 6, 3),
+    101: (3, 4, 23, 3),
+    152: (3, 8, 36, 3),
+}
+
+
+def write(backbone: ResNet, card: BackboneCard, file: BinaryIO) -> None:
+    _depth_and_width(card)  # refuses what Detectron2 cannot build
+    arrays = {name: value.numpy() for name, value in renamed(backbone.state_dict(), NAMES).items()}
+    pickle.dump({"model": arrays, "__author__": "xmoco", "matching_heuristics": True}, file)
+
+
+def features(path: Path, card: BackboneCard, images: Tensor) -> Tensor:
+    with path.open("rb") as file:
+        arrays = pickle.load(file)["model"]
+    left = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    depth, _ = _depth_and_width(card)
+
+    def conv(x: Tensor, name: str, stride: int = 1) -> Tensor:
+        kernel = left.pop(f"{name}.weight")
+        x = F.conv2d(x, kernel, stride=stride, padding=kernel.shape[-1] // 2)
+        left.pop(f"{name}.norm.num_batches_tracked")
+        mean, variance, weight, bias = (
+            left.pop(f"{name}.norm.{part}")
+            for part in ("running_mean", "running_var", "weight", "bias")
+        )
+        return F.batch_norm(x, mean, variance, weight, bias)
+
+    def block(x: Tensor, name: str, stride: int) -> Tensor:
+        if depth < 50:
+            y = conv(conv(x, f"{name}.conv1", stride).relu(), f"{name}.conv2")
+        else:  # STRIDE_IN_1X1: false
+            y = conv(conv(x, f"{name}.conv1").relu(), f"{name}.conv2", stride)
+            y = conv(y.relu(), f"{name}.conv3")
+        if x.shape[1] != y.shape[1]:
+            x = conv(x, f"{name}.shortcut", stride)
+        return (x + y).relu()
+
+    x = F.max_pool2d(conv(images, "stem.conv1", stride=2).relu(), 3, stride=2, padding=1)
+    for stage, blocks in enumerate(BLOCKS[depth], start=2):
+        for number in range(blocks):
+            x = block(x, f"res{stage}.{number}", stride=2 if stage > 2 and number == 0 else 1)
+    if left:
+        raise ValueError(f"Detectron2 has no {next(iter(left))}")
+    return x.mean((2, 3))
+
+
+def loading(path: Path, card: BackboneCard) -> str:
+    depth, width = _depth_and_width(card)
+    mean, std = ([round(255 * value, 3) for value in values] for values in (card.mean, card.std))
+    return (
+        "INPUT: {FORMAT: RGB}\n"
+        "MODEL:\n"
+        f"  WEIGHTS: {path}\n"
+        f"  PIXEL_MEAN: {mean}\n"
+        f"  PIXEL_STD: {std}\n"
+        f"  RESNETS: {{DEPTH: {depth}, STRIDE_IN_1X1: false, STEM_OUT_CHANNELS: {width}, "
+        f"RES2_OUT_CHANNELS: {width if depth < 50 else 4 * width}, WIDTH_PER_GROUP: {width}}}"
+    )
+
+
+def _depth_and_width(card: BackboneCard) -> tuple[int, int]:
+    """DEPTH and STEM_OUT_CHANNELS of the ResNet that Detectron2 makes for this backbone."""
+    if card.backbone not in DEPTH_AND_WIDTH:
+        raise UserError(
+            f"Detectron2 has no {card.backbone} ResNet: export this one to torchvision or onnx."
+        )
+    if card.stem != "imagenet":
+        raise UserError(
+            f"Detectron2 has no {card.stem} stem: export this one to torchvision or onnx."
+        )
+    return DEPTH_AND_WIDTH[card.backbone]

@@ -1,0 +1,120 @@
+"""A classifier on a backbone: schedules, freezing, and that it learns what scikit-learn learns."""
+
+import copy
+
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+from torch.optim.lr_scheduler import MultiStepLR
+
+from xmoco.config import ViewsConfig
+from xmoco.data import ArrayImages
+from xmoco.errors import UserError
+from xmoco.evaluate.classify import FINETUNE, LINEAR, Protocol, train_classifier
+from xmoco.evaluate.features import backbone_features
+from xmoco.nn.backbones import build_backbone
+
+VIEWS = ViewsConfig(size=16, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
+CPU = torch.device("cpu")
+QUICK = Protocol("quick", 12, 16, 0.5, 0.0, 0.0, (8,), 0.1)
+
+
+def coloured(count: int, seed: int, labelled: bool = True) -> ArrayImages:
+    """Three classes that differ in their brightest channel."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(count) % 3
+    pixels = torch.randint(0, 160, (count, 3, 16, 16), generator=generator)
+    pixels[torch.arange(count), labels] += 90
+    classes = ("red", "green", "blue")
+    return ArrayImages(
+        "colours",
+        pixels.to(torch.uint8),
+        labels if labelled else None,
+        classes if labelled else None,
+    )
+
+
+@pytest.fixture
+def backbone() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return build_backbone("tiny", "cifar")
+
+
+@pytest.mark.parametrize("protocol", [*LINEAR.values(), FINETUNE], ids=lambda p: p.name)
+def test_rates_fall_as_torchs_own_schedule_says(protocol: Protocol) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=protocol.head_rate)
+    schedule = MultiStepLR(optimizer, list(protocol.milestones), protocol.decay)
+    for epoch in range(protocol.epochs):
+        expected = optimizer.param_groups[0]["lr"]
+        assert protocol.head_rate * protocol.factor(epoch) == pytest.approx(expected)
+        optimizer.step()
+        schedule.step()
+
+
+def test_presets_are_the_published_ones() -> None:
+    paper, moco = LINEAR["paper"], LINEAR["moco"]
+    assert (paper.epochs, paper.batch, paper.head_rate, paper.weight_decay) == (100, 512, 60, 1e-4)
+    assert (moco.epochs, moco.batch, moco.head_rate, moco.weight_decay) == (100, 256, 30, 0)
+    assert paper.milestones == moco.milestones == (60, 80)
+    assert paper.frozen
+    assert moco.frozen
+    assert (FINETUNE.epochs, FINETUNE.backbone_rate, FINETUNE.head_rate) == (20, 0.01, 0.2)
+    assert (FINETUNE.milestones, FINETUNE.decay) == ((12, 16), 0.2)
+
+
+def test_a_shortened_course_keeps_its_shape_and_says_so() -> None:
+    short = LINEAR["paper"].shortened(10)
+    assert (short.epochs, short.milestones) == (10, (6, 8))
+    assert short.name == "linear (paper), 10 epochs"
+    assert LINEAR["paper"].shortened(None) is LINEAR["paper"]
+
+
+def test_linear_learns_without_touching_the_backbone(backbone: torch.nn.Module) -> None:
+    before = copy.deepcopy(backbone.state_dict())
+    train, test = coloured(96, seed=1), coloured(60, seed=2)
+    told: list[tuple[int, int, float]] = []
+    accuracy = train_classifier(
+        backbone, train, test, QUICK, views=VIEWS, device=CPU,
+        on_step=lambda *facts: told.append(facts),
+    )  # fmt: skip
+    for name, value in backbone.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    bank = backbone_features(backbone, train, VIEWS, CPU)
+    queries = backbone_features(backbone, test, VIEWS, CPU)
+    reference = LogisticRegression(C=1e4, max_iter=2000).fit(bank, train.labels)
+    assert accuracy.top1 >= 100 * reference.score(queries, test.labels) - 10
+    assert accuracy.top5 == 100  # there are only three classes
+    assert told[-1][0] == told[-1][1] == 12 * 6
+    assert told[-1][2] < told[0][2]
+
+
+def test_fine_tuning_changes_the_backbone_and_learns(backbone: torch.nn.Module) -> None:
+    before = copy.deepcopy(backbone.state_dict())
+    protocol = Protocol("quick", 6, 16, 0.2, 0.02, 0.0, (4,), 0.2)
+    accuracy = train_classifier(
+        backbone, coloured(96, seed=1), coloured(60, seed=2), protocol, views=VIEWS, device=CPU
+    )
+    assert accuracy.top1 > 90
+    assert not torch.equal(backbone.state_dict()["conv1.weight"], before["conv1.weight"])
+
+
+def test_the_same_seed_gives_the_same_accuracy(backbone: torch.nn.Module) -> None:
+    def run() -> float:
+        data = coloured(48, seed=1), coloured(30, seed=2)
+        short = QUICK.shortened(2)
+        return train_classifier(backbone, *data, short, views=VIEWS, device=CPU, seed=5).top1
+
+    assert run() == run()
+
+
+def test_a_small_set_is_its_own_batch(backbone: torch.nn.Module) -> None:
+    accuracy = train_classifier(
+        backbone, coloured(9, seed=1), coloured(9, seed=2), QUICK, views=VIEWS, device=CPU
+    )
+    assert 0 <= accuracy.top1 <= 100
+
+
+def test_labels_are_needed(backbone: torch.nn.Module) -> None:
+    unlabelled = coloured(48, seed=1, labelled=False)
+    with pytest.raises(UserError, match="labels"):
+        train_classifier(backbone, unlabelled, unlabelled, QUICK, views=VIEWS, device=CPU)

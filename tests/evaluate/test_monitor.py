@@ -1,0 +1,82 @@
+"""The kNN monitor: what it measures, on which images, and what its records say."""
+
+import torch
+from torch import nn
+
+from xmoco.config import load_config
+from xmoco.data import ArrayImages
+from xmoco.evaluate.monitor import Monitor
+
+CONFIG = load_config("demo", ["size=8", "knn_k=3", "device=cpu"])
+
+
+class Flat(nn.Module):
+    """Features are the mean colours."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.mean((2, 3))
+
+
+def coloured(each: int, seed: int, labelled: bool = True) -> ArrayImages:
+    """Three classes, each with a colour of its own and a little noise."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.arange(3).repeat(each)
+    noise = torch.randint(40, (3 * each, 3, 8, 8), generator=generator)
+    pixels = (200 * nn.functional.one_hot(labels, 3)[:, :, None, None] + noise).to(torch.uint8)
+    classes = ("red", "green", "blue")
+    return ArrayImages("colours", pixels, *((labels, classes) if labelled else ()))
+
+
+def monitor(train: ArrayImages, test: ArrayImages | None) -> Monitor:
+    return Monitor(CONFIG, "colours-tiny-1ep", train, test, torch.device("cpu"))
+
+
+def test_records_of_all_three_subjects() -> None:
+    judge = monitor(coloured(6, 0), coloured(4, 1))
+    backbone = Flat()
+    records = [judge.raw_pixels(), judge.untrained(backbone), judge.trained(backbone, 4, 40)]
+    assert [record.subject for record in records] == ["raw pixels", "untrained", "xmoco"]
+    assert [record.value for record in records] == [100, 100, 100]
+    assert [record.protocol["features"] for record in records] == ["pixels", "backbone", "backbone"]
+    assert [record.protocol["epoch"] for record in records] == [0, 0, 4]
+    for record in records:
+        assert (record.measure, record.unit, record.work) == ("knn_top1", "%", "colours-tiny-1ep")
+        protocol = record.protocol
+        assert (protocol["data"], protocol["split"], protocol["k"]) == ("colours", "test", 3)
+        assert (protocol["bank_images"], protocol["judged_images"]) == (18, 12)
+        assert (protocol["size"], protocol["temperature"]) == (8, 0.1)
+
+
+def test_wrong_labels_are_noticed() -> None:
+    test = coloured(4, 1)
+    assert test.labels is not None
+    test.labels[:3] = torch.tensor([1, 2, 0])
+    assert monitor(coloured(6, 0), test).untrained(Flat()).value == 75
+
+
+def test_judging_needs_labels_on_both_sides() -> None:
+    labelled, bare = coloured(3, 0), coloured(3, 1, labelled=False)
+    assert monitor(labelled, None).possible
+    assert monitor(labelled, labelled).possible
+    assert not monitor(bare, None).possible
+    assert not monitor(labelled, bare).possible
+    assert not monitor(bare, labelled).possible
+
+
+def test_leave_one_out_without_a_test_split() -> None:
+    record = monitor(coloured(6, 0), None).untrained(Flat())
+    assert record.protocol["split"] == "leave one out"
+    assert record.protocol["judged_images"] == 18
+    assert record.value == 100
+
+
+def test_neighbours_for_a_picture() -> None:
+    train, test = coloured(6, 0), coloured(4, 1)
+    asked, positions, similarities = monitor(train, test).neighbours(Flat(), queries=5, k=4)
+    assert positions.shape == similarities.shape == (5, 4)
+    assert train.labels is not None
+    assert test.labels is not None
+    assert (train.labels[positions] == test.labels[asked][:, None]).all()
+    assert (similarities.diff(dim=1) <= 0).all()
+    asked, positions, _ = monitor(train, None).neighbours(Flat(), queries=5, k=4)
+    assert not (positions == asked[:, None]).any()  # no image is its own neighbour

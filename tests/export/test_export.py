@@ -1,0 +1,452 @@
+"""Exports: what others load gives the backbone's own features, or there is no file at all."""
+
+import json
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+import torchvision.models
+import yaml
+from helpers import assert_done, assert_refused, fingerprint, run_cli
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torchvision.models.resnet import Bottleneck, ResNet
+
+from xmoco.config import Backbone
+from xmoco.errors import UserError
+from xmoco.export import export, exporting, how_to_load, to_timm
+from xmoco.nn.backbones import BUILDERS, ScaledResNet, build_backbone
+from xmoco.nn.weights import BackboneCard, load_backbone, save_backbone
+
+CARD = BackboneCard(
+    backbone="resnet18",
+    stem="imagenet",
+    size=32,
+    mean=(0.5, 0.4, 0.3),
+    std=(0.2, 0.25, 0.3),
+    method="xmoco",
+    epochs=2,
+    seed=0,
+)
+
+
+def save_lively(folder: Path, name: Backbone, stem: str = "imagenet") -> Path:
+    """A run folder's weights, with batch norms whose every number matters."""
+    backbone = build_backbone(name, stem)
+    for module in backbone.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias, std=0.2)
+            nn.init.normal_(module.running_mean, std=0.2)
+            nn.init.uniform_(module.running_var, 0.5, 2)
+    folder.mkdir(exist_ok=True)
+    save_backbone(
+        backbone, replace(CARD, backbone=name, stem=stem), folder / "backbone.safetensors"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="module")
+def resnet18(folder: Path) -> Path:
+    return save_lively(folder / "resnet18", "resnet18")
+
+
+@pytest.fixture(scope="module")
+def resnet50(folder: Path) -> Path:
+    return save_lively(folder / "resnet50", "resnet50")
+
+
+@pytest.fixture(scope="module")
+def tiny(folder: Path) -> Path:
+    return save_lively(folder / "tiny", "tiny", "cifar")
+
+
+@pytest.fixture
+def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """resnet50w2, but an eighth of the width, in xmoco and in timm."""
+    narrow = lambda: ScaledResNet(Bottleneck, [3, 4, 6, 3], width=16)  # noqa: E731
+    monkeypatch.setitem(BUILDERS, "resnet50w2", narrow)
+    monkeypatch.setitem(to_timm.WIDE["resnet50w2"], "width_factor", 0.25)
+    return save_lively(tmp_path / "wide", "resnet50w2")
+
+
+def random_images(count: int = 5, side: int = 32) -> Tensor:
+    return torch.randn(count, 3, side, side)
+
+
+@torch.no_grad()
+def assert_same_features(model: Callable[[Tensor], Tensor], weights: Path, side: int = 32) -> None:
+    images = random_images(side=side)
+    expected = load_backbone(weights)(images)
+    assert_close(model(images), expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def follow(advice: str) -> Any:
+    """What ``model`` is after the lines that a user is told to copy."""
+    names: dict[str, Any] = {"images": random_images().numpy()}
+    exec(advice, names)
+    return names["model"]
+
+
+# torchvision
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_torchvision(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    weights = request.getfixturevalue(name)
+    path = export(weights, "torchvision", tmp_path / "model.pth")
+    model = torchvision.models.get_model(name)
+    report = model.load_state_dict(torch.load(path, weights_only=True), strict=False)
+    assert set(report.missing_keys) == {"fc.weight", "fc.bias"}
+    assert not report.unexpected_keys
+    model.fc = nn.Identity()
+    assert_same_features(model.eval(), weights, side=64)
+
+    advised = follow(how_to_load(weights, "torchvision", path))
+    advised.fc = nn.Identity()
+    assert_same_features(advised.eval(), weights)
+
+
+@pytest.mark.parametrize("name", ["wide", "tiny"])
+def test_torchvision_with_other_widths_and_stems(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    weights = request.getfixturevalue(name)
+    path = export(weights, "torchvision", tmp_path / "model.pth")
+    model = follow(how_to_load(weights, "torchvision", path))
+    assert isinstance(model, ResNet)
+    assert_same_features(model.eval(), weights)
+
+
+# timm
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "wide"])
+def test_timm(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    weights = request.getfixturevalue(name)
+    path = export(weights, "timm", tmp_path / "model.pth")
+    model = follow(how_to_load(weights, "timm", path))
+    assert type(model).__module__.startswith("timm.")
+    assert_same_features(model.eval(), weights, side=64)
+
+
+@pytest.mark.parametrize("name", ["resnet50w2", "resnet50w4"])
+def test_timm_makes_the_wide_resnets_with_the_arguments_named(name: Backbone) -> None:
+    """Shapes only: the largest has 1.5 GB of weights."""
+    import timm
+
+    with torch.device("meta"):
+        ours = build_backbone(name).state_dict()
+        theirs = timm.create_model("resnetv2_50", num_classes=0, **to_timm.WIDE[name]).state_dict()
+    renamed = to_timm.renamed(ours, to_timm.RESNETV2_NAMES)
+    assert {key: value.shape for key, value in renamed.items()} == {
+        key: value.shape for key, value in theirs.items()
+    }
+
+
+# Detectron2
+
+
+def detectron2_shapes(
+    blocks: list[int], width: int, bottleneck: bool
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of Detectron2's ResNet, counted from its documented configuration:
+    STEM_OUT_CHANNELS = WIDTH_PER_GROUP = ``width``, RES2_OUT_CHANNELS = ``width`` × 1 or 4."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def conv(name: str, source: int, out: int, kernel: int) -> None:
+        shapes[f"{name}.weight"] = (out, source, kernel, kernel)
+        for part in ("weight", "bias", "running_mean", "running_var"):
+            shapes[f"{name}.norm.{part}"] = (out,)
+        shapes[f"{name}.norm.num_batches_tracked"] = ()
+
+    conv("stem.conv1", 3, width, 7)
+    source = width
+    for stage, count in enumerate(blocks):
+        inner = width * 2**stage
+        out = inner * 4 if bottleneck else inner
+        for block in range(count):
+            name = f"res{stage + 2}.{block}"
+            if source != out:
+                conv(f"{name}.shortcut", source, out, 1)
+            if bottleneck:
+                conv(f"{name}.conv1", source, inner, 1)
+                conv(f"{name}.conv2", inner, inner, 3)
+                conv(f"{name}.conv3", inner, out, 1)
+            else:
+                conv(f"{name}.conv1", source, inner, 3)
+                conv(f"{name}.conv2", inner, out, 3)
+            source = out
+    return shapes
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks", "width"),
+    [
+        ("resnet18", [2, 2, 2, 2], 64),
+        ("resnet50", [3, 4, 6, 3], 64),
+        ("wide", [3, 4, 6, 3], 16),
+    ],
+)
+def test_detectron2(
+    name: str, blocks: list[int], width: int, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    weights = request.getfixturevalue(name)
+    path = export(weights, "detectron2", tmp_path / "model.pkl")
+    product = pickle.loads(path.read_bytes())
+    assert product.keys() == {"model", "__author__", "matching_heuristics"}
+    assert product["__author__"] == "xmoco"
+    assert product["matching_heuristics"] is True
+    arrays = product["model"]
+    assert all(type(value) is np.ndarray for value in arrays.values())
+    assert {key: value.shape for key, value in arrays.items()} == detectron2_shapes(
+        blocks, width, bottleneck=name != "resnet18"
+    )
+
+    state = load_backbone(weights).state_dict()
+    for ours, theirs in {
+        "conv1.weight": "stem.conv1.weight",
+        "bn1.running_var": "stem.conv1.norm.running_var",
+        "layer1.0.conv2.weight": "res2.0.conv2.weight",
+        "layer2.1.bn1.bias": "res3.1.conv1.norm.bias",
+        "layer3.0.downsample.0.weight": "res4.0.shortcut.weight",
+        "layer4.0.downsample.1.running_mean": "res5.0.shortcut.norm.running_mean",
+        "layer4.1.bn2.weight": "res5.1.conv2.norm.weight",
+    }.items():
+        assert_close(torch.from_numpy(arrays[theirs]), state[ours])
+
+
+@pytest.mark.parametrize(
+    ("backbone", "resnets"),
+    [
+        ("resnet34", (34, 64, 64, 64)),
+        ("resnet152", (152, 64, 256, 64)),
+        ("resnet50w4", (50, 256, 1024, 256)),
+    ],
+)
+def test_detectron2_configuration(
+    backbone: Backbone, resnets: tuple[int, ...], tmp_path: Path
+) -> None:
+    path = tmp_path / "backbone.safetensors"
+    save_backbone(build_backbone("tiny"), replace(CARD, backbone=backbone), path)
+    advice = yaml.safe_load(how_to_load(path, "detectron2", "model.pkl"))
+    depth, stem, res2, group = resnets
+    assert advice == {
+        "INPUT": {"FORMAT": "RGB"},
+        "MODEL": {
+            "WEIGHTS": "model.pkl",
+            "PIXEL_MEAN": [127.5, 102, 76.5],
+            "PIXEL_STD": [51, 63.75, 76.5],
+            "RESNETS": {
+                "DEPTH": depth,
+                "STRIDE_IN_1X1": False,
+                "STEM_OUT_CHANNELS": stem,
+                "RES2_OUT_CHANNELS": res2,
+                "WIDTH_PER_GROUP": group,
+            },
+        },
+    }
+
+
+# ONNX
+
+
+def test_onnx(tiny: Path, tmp_path: Path) -> None:
+    path = export(tiny, "onnx", tmp_path / "model.onnx")
+    model = onnx.load(path)
+    onnx.checker.check_model(model, full_check=True)
+    assert [entry.version for entry in model.opset_import if not entry.domain] == [20]
+    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    card = replace(CARD, backbone="tiny", stem="cifar")
+    assert json.loads(metadata["xmoco"]) == json.loads(json.dumps(asdict(card)))
+    here = str(Path(exporting.__file__).parents[2])
+    assert here.encode() not in path.read_bytes()
+
+    session = follow(how_to_load(tiny, "onnx", path))
+    assert isinstance(session, onnxruntime.InferenceSession)
+    for count in (1, 7):
+        images = random_images(count)
+        (found,) = session.run(None, {"images": images.numpy()})
+        with torch.no_grad():
+            assert_close(torch.from_numpy(found), load_backbone(tiny)(images), rtol=1e-4, atol=1e-4)
+
+
+# Where files go, and that nothing but a checked file is left
+
+
+def test_default_files_lie_beside_the_weights(tmp_path: Path) -> None:
+    run = save_lively(tmp_path / "run", "resnet18")
+    assert export(run, "torchvision") == run / "backbone.torchvision.pth"
+    assert (
+        export(str(run / "backbone.safetensors"), "detectron2") == run / "backbone.detectron2.pkl"
+    )
+    assert {path.name for path in run.iterdir()} == {
+        "backbone.safetensors",
+        "backbone.torchvision.pth",
+        "backbone.detectron2.pkl",
+    }
+
+
+def test_the_command_says_where_and_how(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "model.pth"
+    outcome = run_cli("export", tiny, "--to", "torchvision", "--out", path)
+    assert_done(outcome)
+    assert str(path) in outcome.stdout
+    assert "32 × 32" in outcome.stdout
+    assert how_to_load(tiny, "torchvision", path) in outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["RESNET18", "--to", "tim"], ["unknown target 'tim' (did you mean timm?)", "detectron2"]),
+        (["RESNET18", "--to", "keras"], ["unknown target 'keras':", "torchvision, timm"]),
+        (["nowhere", "--to", "timm"], ["no weights at nowhere"]),
+        (["cut.safetensors", "--to", "timm"], ["cut.safetensors is damaged"]),
+        (["RESNET18", "--to", "timm", "--out", "old.pth"], ["old.pth already exists", "--out"]),
+        (["RESNET18", "--to", "onnx", "--out", "a.pth"], ["onnx must end in .onnx", "a.pth"]),
+        (["RESNET18", "--to", "timm", "--out", "no/a.pth"], ["no/a.pth", "No such file"]),
+        (["TINY", "--to", "timm"], ["timm has no tiny ResNet", "torchvision or onnx"]),
+        (["TINY", "--to", "detectron2"], ["Detectron2 has no tiny ResNet", "torchvision or onnx"]),
+        (["cifar", "--to", "timm"], ["timm has no cifar stem", "torchvision or onnx"]),
+        (["cifar", "--to", "detectron2"], ["Detectron2 has no cifar stem", "torchvision or onnx"]),
+        (["misfit", "--to", "timm"], ["does not fit the resnet18"]),
+        (["nan", "--to", "torchvision"], ["features that are no numbers"]),
+    ],
+    ids=lambda value: " ".join(value) if "--to" in value else "",
+)
+def test_refusals(
+    arguments: list[str],
+    words: list[str],
+    resnet18: Path,
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = (tiny / "backbone.safetensors").read_bytes()
+    Path("cut.safetensors").write_bytes(whole[:-100])
+    Path("old.pth").write_text("precious")
+    if arguments[0] == "cifar":
+        save_lively(Path("cifar"), "resnet18", "cifar")
+    for name in ("misfit", "nan"):
+        Path(name).mkdir()
+    save_backbone(build_backbone("tiny"), CARD, Path("misfit/backbone.safetensors"))
+    broken = build_backbone("tiny")
+    nn.init.constant_(broken.bn1.running_mean, torch.nan)
+    save_backbone(broken, replace(CARD, backbone="tiny"), Path("nan/backbone.safetensors"))
+    before = fingerprint(tmp_path), fingerprint(resnet18), fingerprint(tiny)
+
+    real = {"RESNET18": str(resnet18), "TINY": str(tiny)}
+    outcome = run_cli("export", *[real.get(argument, argument) for argument in arguments])
+    assert_refused(outcome, *words)
+    assert (fingerprint(tmp_path), fingerprint(resnet18), fingerprint(tiny)) == before
+
+
+@pytest.mark.parametrize(
+    ("to", "library"),
+    [("timm", "timm"), ("onnx", "onnx"), ("onnx", "onnxruntime"), ("onnx", "onnxscript")],
+)
+def test_a_library_that_is_missing(
+    to: str, library: str, resnet18: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
+    before = fingerprint(resnet18)
+    outcome = run_cli("export", resnet18, "--to", to)
+    assert_refused(outcome, f"exporting to {to} needs {library}", f"pip install 'xmoco[{to}]'")
+    assert fingerprint(resnet18) == before
+
+
+# A product that is wrong
+
+
+Write = Callable[[ResNet, BackboneCard, BinaryIO], None]
+
+
+def spoiled(name: str, change: Callable[[Tensor], Tensor], write: Write) -> Write:
+    """``write``, with one parameter changed on the way."""
+
+    def write_spoiled(backbone: ResNet, card: BackboneCard, file: BinaryIO) -> None:
+        other = build_backbone(card.backbone, card.stem)
+        state = backbone.state_dict()
+        other.load_state_dict(state | {name: change(state[name])})
+        write(other.eval(), card, file)
+
+    return write_spoiled
+
+
+@pytest.mark.parametrize(
+    ("to", "weights"),
+    [("torchvision", "tiny"), ("timm", "resnet18"), ("detectron2", "resnet18"), ("onnx", "tiny")],
+)
+def test_a_product_with_other_features_is_not_kept(
+    to: str, weights: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = request.getfixturevalue(weights)
+    target = exporting.TARGETS[to]
+    write = spoiled("layer4.0.bn2.bias", lambda bias: bias + 1e-2, target.write)
+    monkeypatch.setitem(exporting.TARGETS, to, replace(target, write=write))
+    before = fingerprint(run)
+    with pytest.raises(UserError, match=rf"not kept: read back by {to}, it gives features that"):
+        export(run, to)
+    assert fingerprint(run) == before
+
+
+@pytest.mark.parametrize("to", ["torchvision", "timm", "detectron2", "onnx"])
+def test_a_product_that_cannot_be_read_is_not_kept(
+    to: str, resnet18: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = replace(exporting.TARGETS[to], write=lambda _b, _c, file: file.write(b"nonsense"))
+    monkeypatch.setitem(exporting.TARGETS, to, broken)
+    before = fingerprint(resnet18)
+    assert_refused(run_cli("export", resnet18, "--to", to), f"not kept: {to} cannot read it back")
+    assert fingerprint(resnet18) == before
+
+
+@pytest.mark.parametrize(
+    ("to", "change"),
+    [
+        ("torchvision", {"fc.weight": torch.zeros(3)}),
+        ("timm", {"fc.weight": torch.zeros(3)}),
+        ("detectron2", {"fc.weight": torch.zeros(3)}),
+    ],
+)
+def test_a_product_with_more_than_the_backbone_is_not_kept(
+    to: str, change: dict[str, Tensor], resnet18: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = exporting.TARGETS[to]
+
+    class Fuller(nn.Module):
+        def __init__(self, backbone: ResNet) -> None:
+            super().__init__()
+            self.state = backbone.state_dict() | change
+
+        def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
+            return self.state
+
+    write = lambda backbone, card, file: target.write(Fuller(backbone), card, file)  # noqa: E731
+    monkeypatch.setitem(exporting.TARGETS, to, replace(target, write=write))
+    with pytest.raises(UserError, match=f"{to} cannot read it back"):
+        export(resnet18, to)
+    assert [path.name for path in resnet18.iterdir()] == ["backbone.safetensors"]
+
+
+def test_features_of_another_shape_or_no_numbers_are_refused() -> None:
+    expected = torch.ones(2, 4)
+    exporting._compare(expected * (1 + 5e-5), expected, "it gives")
+    for found in (torch.ones(2, 5), expected * (1 + 2e-4), torch.full((2, 4), torch.nan)):
+        with pytest.raises(UserError, match="it gives features"):
+            exporting._compare(found, expected, "it gives")

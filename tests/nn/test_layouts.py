@@ -1,0 +1,667 @@
+"""Other people's weights: every layout there and back, and every way they can be wrong.
+
+A checkpoint of each layout is made here from modules that are put together as the project in
+question puts them together, and saved as it saves them. The features of the loaded backbone must
+be those of the original modules.
+"""
+
+import argparse
+import copy
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+import torchvision.models
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torchvision.models.resnet import BasicBlock, ResNet
+
+import xmoco.nn.weights
+from xmoco.errors import UserError
+from xmoco.nn.backbones import ScaledResNet, build_backbone
+from xmoco.nn.layouts import ARCHITECTURES, LAYOUTS, _architecture, find_backbone, flat_tensors
+from xmoco.nn.weights import load_backbone, load_weights, read_card
+
+IMAGES = torch.randn(3, 3, 40, 40, generator=torch.Generator().manual_seed(0))
+Checkpoint = dict[str, Any]
+
+
+def some_resnet(stem: str = "imagenet") -> ResNet:
+    """A small ResNet that differs from a fresh one in all its tensors, statistics too."""
+    network = build_backbone("tiny", stem)
+    for tensor in network.state_dict().values():
+        if tensor.is_floating_point():
+            tensor.mul_(torch.rand_like(tensor) + 0.5).add_(0.1 * torch.rand_like(tensor))
+        else:
+            tensor.fill_(7)
+    return network.eval()
+
+
+def listed(network: ResNet) -> nn.Sequential:
+    """The network cut into a list of modules without its last, as many projects do it."""
+    return nn.Sequential(*list(network.children())[:-1])
+
+
+def model(**parts: nn.Module) -> nn.Module:
+    whole = nn.Module()
+    for name, part in parts.items():
+        whole.add_module(name, part)
+    return whole
+
+
+def head() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(128, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 8))
+
+
+def with_head(network: ResNet, fc: nn.Module) -> ResNet:
+    network = copy.deepcopy(network)
+    network.add_module("fc", fc)
+    return network
+
+
+def parallel(whole: nn.Module) -> dict[str, Tensor]:
+    """The state of a network wrapped for several devices."""
+    return {f"module.{name}": tensor for name, tensor in whole.state_dict().items()}
+
+
+def optimizer(**extra: Any) -> dict[str, Any]:
+    return {
+        "state": {0: {"momentum_buffer": torch.zeros(2)}},
+        "param_groups": [{"lr": 0.1, **extra}],
+    }
+
+
+def moco(network: ResNet, fc: nn.Module) -> Checkpoint:
+    whole = model(encoder_q=with_head(network, fc), encoder_k=with_head(some_resnet(), fc))
+    whole.register_buffer("queue", torch.randn(8, 16))
+    whole.register_buffer("queue_ptr", torch.zeros(1, dtype=torch.long))
+    return {
+        "epoch": 200,
+        "arch": "resnet50",
+        "state_dict": parallel(whole),
+        "optimizer": optimizer(),
+    }
+
+
+def mocov1(network: ResNet) -> Checkpoint:
+    return moco(network, nn.Linear(128, 8))
+
+
+def mocov2(network: ResNet) -> Checkpoint:
+    return moco(network, nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 8)))
+
+
+def mocov3(network: ResNet) -> Checkpoint:
+    whole = model(
+        base_encoder=with_head(network, head()),
+        momentum_encoder=with_head(some_resnet(), head()),
+        predictor=nn.Linear(8, 8),
+    )
+    return {"epoch": 300, "state_dict": parallel(whole), "optimizer": optimizer(), "scaler": {}}
+
+
+def swav(network: ResNet) -> Checkpoint:
+    network = copy.deepcopy(network)
+    network.add_module("projection_head", head())
+    network.add_module("prototypes", nn.Linear(8, 30, bias=False))
+    return parallel(network)
+
+
+def deepclusterv2(network: ResNet) -> Checkpoint:
+    network = copy.deepcopy(network)
+    network.add_module("projection_head", head())
+    network.add_module(
+        "prototypes", model(prototypes0=nn.Linear(8, 30), prototypes1=nn.Linear(8, 30))
+    )
+    return parallel(network)
+
+
+def dino(network: ResNet) -> Checkpoint:
+    whole = model(backbone=network, head=head())
+    other = model(backbone=some_resnet(), head=head())
+    return {
+        "student": parallel(other),
+        "teacher": parallel(whole),
+        "optimizer": optimizer(),
+        "epoch": 800,
+        "args": argparse.Namespace(arch="resnet50", lr=0.3),
+        "dino_loss": {"center": torch.zeros(1, 8)},
+    }
+
+
+def byol_yaox12(network: ResNet) -> Checkpoint:
+    whole = model(
+        online_network=model(encoder=listed(network), projetion=head()),
+        target_network=model(encoder=listed(some_resnet()), projetion=head()),
+        predictor=model(predictor=head()),
+    )
+    return {"config": {"model": {}}, "epoch": 300, "model": parallel(whole), "amp": {}}
+
+
+def byol_sthalles(network: ResNet) -> Checkpoint:
+    online = model(encoder=listed(network), projetion=head())
+    target = model(encoder=listed(some_resnet()), projetion=head())
+    return {
+        "online_network_state_dict": online.state_dict(),
+        "target_network_state_dict": target.state_dict(),
+        "optimizer_state_dict": optimizer(),
+    }
+
+
+def byol_lucidrains(network: ResNet) -> Checkpoint:
+    whole = model(
+        net=network,
+        online_encoder=model(net=network, projector=head()),
+        online_predictor=head(),
+        target_encoder=model(net=some_resnet(), projector=head()),
+    )
+    return dict(whole.state_dict())
+
+
+def simsiam(network: ResNet) -> Checkpoint:
+    whole = model(encoder=with_head(network, head()), predictor=head())
+    return {"epoch": 100, "state_dict": parallel(whole), "optimizer": optimizer()}
+
+
+def barlowtwins(network: ResNet) -> Checkpoint:
+    whole = model(backbone=network, projector=head(), bn=nn.BatchNorm1d(8, affine=False))
+    return {"epoch": 1000, "model": parallel(whole), "optimizer": optimizer()}
+
+
+def vicreg(network: ResNet) -> Checkpoint:
+    whole = model(backbone=network, projector=head())
+    return {"epoch": 1000, "model": parallel(whole), "optimizer": optimizer()}
+
+
+def lightning(whole: nn.Module) -> Checkpoint:
+    return {
+        "epoch": 199,
+        "global_step": 10,
+        "pytorch-lightning_version": "2.0.0",
+        "state_dict": whole.state_dict(),
+        "hyper_parameters": {"lr": 0.1},
+        "optimizer_states": [optimizer()],
+    }
+
+
+def lightly_imagenet(network: ResNet) -> Checkpoint:
+    whole = model(
+        backbone=network,
+        projection_head=model(layers=head()),
+        query_backbone=some_resnet(),
+        online_classifier=model(linear=nn.Linear(128, 10)),
+    )
+    return lightning(whole)
+
+
+def lightly_listed(network: ResNet) -> Checkpoint:
+    return lightning(model(backbone=listed(network), projection_head=model(layers=head())))
+
+
+def lightly_dino(network: ResNet) -> Checkpoint:
+    whole = model(
+        student_backbone=listed(some_resnet()),
+        student_head=head(),
+        teacher_backbone=listed(network),
+        teacher_head=head(),
+    )
+    return lightning(whole)
+
+
+def solo(network: ResNet) -> Checkpoint:
+    whole = model(
+        backbone=network,
+        classifier=nn.Linear(128, 10),
+        projector=head(),
+        momentum_backbone=some_resnet(),
+        momentum_projector=head(),
+    )
+    whole.register_buffer("queue", torch.randn(2, 8, 16))
+    return lightning(whole)
+
+
+def solo_before(network: ResNet) -> Checkpoint:
+    whole = model(encoder=network, classifier=nn.Linear(128, 10), predictor=head())
+    return lightning(whole)
+
+
+def plain(network: ResNet) -> Checkpoint:
+    return dict(with_head(network, nn.Linear(128, 1000)).state_dict())
+
+
+MAKERS: dict[Callable[[ResNet], Checkpoint], tuple[str, set[str]]] = {
+    mocov1: ("mocov1", {"encoder_q.fc", "encoder_k", "queue", "queue_ptr", "optimizer"}),
+    mocov2: ("mocov2", {"encoder_q.fc", "encoder_k", "queue", "queue_ptr", "optimizer"}),
+    mocov3: ("mocov3", {"base_encoder.fc", "momentum_encoder", "predictor", "optimizer"}),
+    swav: ("swav", {"projection_head", "prototypes"}),
+    deepclusterv2: ("deepclusterv2", {"projection_head", "prototypes"}),
+    dino: ("dino", {"student", "teacher.head", "optimizer", "dino_loss"}),
+    byol_yaox12: ("byol", {"online_network", "target_network", "predictor"}),
+    byol_sthalles: (
+        "byol",
+        {"online_network_state_dict", "target_network_state_dict", "optimizer_state_dict"},
+    ),
+    byol_lucidrains: ("byol", {"net", "online_encoder", "online_predictor", "target_encoder"}),
+    simsiam: ("simsiam", {"encoder.fc", "predictor", "optimizer"}),
+    barlowtwins: ("barlowtwins", {"projector", "bn", "optimizer"}),
+    vicreg: ("vicreg", {"projector", "optimizer"}),
+    lightly_imagenet: ("lightly", {"projection_head", "query_backbone", "online_classifier"}),
+    lightly_listed: ("lightly", {"projection_head"}),
+    lightly_dino: ("lightly", {"student_backbone", "student_head", "teacher_head"}),
+    solo: (
+        "solo-learn",
+        {"classifier", "projector", "momentum_backbone", "momentum_projector", "queue"},
+    ),
+    solo_before: ("solo-learn", {"classifier", "predictor"}),
+    plain: ("torchvision", {"fc"}),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_every_layout(tmp_path: Path, make: Callable[[ResNet], Checkpoint]) -> None:
+    network = some_resnet()
+    path = tmp_path / "weights.pth.tar"
+    torch.save(make(network), path)
+    layout, dropped = MAKERS[make]
+    loaded = load_weights(path)
+    assert not loaded.backbone.training
+    with torch.no_grad():
+        assert_close(loaded.backbone(IMAGES), network(IMAGES), rtol=0, atol=0)
+    assert loaded.report.layout == layout
+    assert set(loaded.report.dropped) == dropped
+    assert loaded.report.loaded == len(network.state_dict())
+    assert loaded.report.missing == ()
+    card, where = read_card(path)
+    assert where == path
+    assert card == loaded.card
+    assert (card.backbone, card.stem, card.size) == ("tiny", "imagenet", 224)
+    assert (card.mean, card.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+    assert card.method == ("weights.pth" if make is plain else layout)
+
+
+def test_every_layout_is_tested() -> None:
+    assert {name for name, _ in MAKERS.values()} == {layout.name for layout in LAYOUTS}
+
+
+@pytest.mark.parametrize("ending", [".pth", ".pt", ".ckpt", ".safetensors"])
+def test_endings_and_the_format_before_zip(tmp_path: Path, ending: str) -> None:
+    network = some_resnet()
+    path = tmp_path / f"weights{ending}"
+    if ending == ".safetensors":
+        save_file({f"module.{k}": v for k, v in plain(network).items()}, path)
+    else:
+        torch.save(plain(network), path, _use_new_zipfile_serialization=ending == ".ckpt")
+    with torch.no_grad():
+        assert_close(load_backbone(path)(IMAGES), network(IMAGES), rtol=0, atol=0)
+
+
+def test_torch_compile_and_parallel_wrappers_leave_no_trace() -> None:
+    whole = model(backbone=some_resnet(), projector=head())
+    tensors = {f"_orig_mod.module.{k}": v for k, v in whole.state_dict().items()}
+    assert list(flat_tensors({"model": tensors})) == list(whole.state_dict())
+
+
+def test_real_models_of_torchvision_and_timm(tmp_path: Path) -> None:
+    for network in (torchvision.models.resnet18(), timm.create_model("resnet18")):
+        torch.save(network.state_dict(), tmp_path / "weights.pth")
+        loaded = load_weights(tmp_path / "weights.pth")
+        assert loaded.card.backbone == "resnet18"
+        assert loaded.report.dropped == ("fc",)
+        network.add_module("fc", nn.Identity())
+        with torch.no_grad():
+            assert_close(loaded.backbone(IMAGES), network.eval()(IMAGES))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES.values())
+@pytest.mark.parametrize("stem", ["imagenet", "cifar"])
+def test_every_architecture_is_told_by_its_shapes(name: Any, stem: str) -> None:
+    with torch.device("meta"):
+        state = build_backbone(name, stem).state_dict()
+    assert _architecture(state, "here") == (name, stem)
+
+
+# CIFAR stems: where projects differ in more than names
+
+
+def test_cifar_stem(tmp_path: Path) -> None:
+    network = some_resnet("cifar")
+    torch.save(mocov2(network), tmp_path / "weights.pth")
+    loaded = load_weights(tmp_path / "weights.pth")
+    assert (loaded.card.stem, loaded.card.size) == ("cifar", 32)
+    with torch.no_grad():
+        assert_close(loaded.backbone(IMAGES), network(IMAGES), rtol=0, atol=0)
+
+
+def test_cifar_stem_of_solo_learn_pads_more(tmp_path: Path) -> None:
+    network = some_resnet("cifar")
+    network.conv1.padding = (2, 2)
+    torch.save(solo(network), tmp_path / "weights.ckpt")
+    with torch.no_grad():
+        loaded = load_backbone(tmp_path / "weights.ckpt")(IMAGES)
+        assert_close(loaded, network(IMAGES), rtol=0, atol=0)
+        network.conv1.padding = (1, 1)
+        assert (loaded - network(IMAGES)).abs().max() > 1e-3
+
+
+class LightlyBlock(nn.Module):
+    """A basic block with lightly's names."""
+
+    def __init__(self, block: BasicBlock) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = block.conv1, block.bn1
+        self.conv2, self.bn2 = block.conv2, block.bn2
+        self.shortcut = block.downsample or nn.Sequential()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = F.relu(self.bn1(self.conv1(x)))
+        return F.relu(self.bn2(self.conv2(out)) + self.shortcut(x))
+
+
+def test_cifar_benchmark_of_lightly_has_no_first_relu(tmp_path: Path) -> None:
+    network = some_resnet("cifar")
+    stages = [
+        nn.Sequential(*(LightlyBlock(block) for block in stage))
+        for stage in (network.layer1, network.layer2, network.layer3, network.layer4)
+    ]
+    theirs = nn.Sequential(network.conv1, network.bn1, *stages, nn.AdaptiveAvgPool2d(1))
+    whole = model(backbone=theirs, projection_head=head())
+    torch.save(lightning(whole), tmp_path / "weights.ckpt")
+    loaded = load_weights(tmp_path / "weights.ckpt")
+    assert loaded.report.layout == "lightly"
+    with torch.no_grad():
+        assert_close(loaded.backbone(IMAGES), theirs(IMAGES).flatten(1))
+
+
+def test_split_batch_norm_is_averaged(tmp_path: Path) -> None:
+    network = some_resnet("cifar")
+    checkpoint = lightly_listed(network)
+    noise = {}
+    for name, tensor in checkpoint["state_dict"].items():
+        if name.startswith("backbone.") and ".running_" in name:
+            noise = torch.linspace(-0.1, 0.1, 4)[:, None]  # its mean is 0
+            checkpoint["state_dict"][name] = (tensor + noise).flatten()
+    torch.save(checkpoint, tmp_path / "weights.ckpt")
+    with torch.no_grad():
+        assert_close(load_backbone(tmp_path / "weights.ckpt")(IMAGES), network(IMAGES))
+
+
+# Reports
+
+
+def test_missing_batch_counters_are_reported(tmp_path: Path) -> None:
+    network = some_resnet()
+    state = {k: v for k, v in network.state_dict().items() if "num_batches" not in k}
+    torch.save(state, tmp_path / "weights.pth")
+    loaded = load_weights(tmp_path / "weights.pth")
+    counters = {k for k in network.state_dict() if "num_batches" in k}
+    assert set(loaded.report.missing) == counters
+    assert str(loaded.report) == (
+        f"layout torchvision: {len(state)} tensors loaded; dropped: nothing; "
+        f"missing: {len(counters)} batch counters"
+    )
+    with torch.no_grad():
+        assert_close(loaded.backbone(IMAGES), network(IMAGES), rtol=0, atol=0)
+
+
+def test_report_names_what_was_dropped() -> None:
+    report = str(find_backbone(flat_tensors(swav(some_resnet())), "here").report)
+    assert "dropped: projection_head, prototypes; missing: nothing" in report
+
+
+# What is refused
+
+
+def refusal(path: Path, content: object) -> str:
+    torch.save(content, path)
+    with pytest.raises(UserError) as error:
+        load_backbone(path)
+    sentence = str(error.value)
+    assert str(path) in sentence
+    assert "\n" not in sentence
+    with pytest.raises(UserError):
+        read_card(path)
+    return sentence
+
+
+def test_unknown_layout_shows_the_first_names(tmp_path: Path) -> None:
+    state = {f"some.name{n}.weight": torch.zeros(2) for n in range(9)}
+    sentence = refusal(tmp_path / "weights.pth", {"state_dict": state})
+    assert "some.name0.weight, some.name1.weight" in sentence
+    assert "name4.weight, …" in sentence
+    assert "name5" not in sentence
+    sentence = refusal(tmp_path / "weights.pth", {"x.weight": torch.zeros(2)})
+    assert sentence.endswith("such names: x.weight.")
+
+
+def test_a_resnet_where_nobody_has_it_is_an_unknown_layout(tmp_path: Path) -> None:
+    state = {f"my.{name}": tensor for name, tensor in some_resnet().state_dict().items()}
+    assert "my.conv1.weight, my.bn1.weight" in refusal(tmp_path / "weights.pth", state)
+
+
+def test_no_tensors(tmp_path: Path) -> None:
+    assert "none at all" in refusal(tmp_path / "weights.pth", {"epoch": 3, "state_dict": {}})
+    assert "no named tensors" in refusal(tmp_path / "weights.pth", [torch.zeros(3)])
+
+
+@pytest.mark.parametrize(
+    ("build", "found"),
+    [
+        (lambda: torchvision.models.vit_b_16(), "a vision transformer"),
+        (lambda: timm.create_model("vit_tiny_patch16_224"), "a vision transformer"),
+        (lambda: torchvision.models.vgg11(), "a VGG, EfficientNet or the like"),
+        (lambda: timm.create_model("convnext_atto"), "a RegNet, ConvNeXt or the like"),
+        (lambda: timm.create_model("resnet18d"), "stem has several convolutions"),
+        (
+            lambda: torchvision.models.wide_resnet50_2(),
+            "a relative of resnet50 whose layer1.0.conv1.weight is 128 × 64 × 1 × 1, "
+            "not 64 × 64 × 1 × 1",
+        ),
+        (lambda: torchvision.models.resnext50_32x4d(), "a relative of resnet50 whose layer1.0"),
+        (lambda: timm.create_model("seresnet18"), "has a layer1.0.se.fc1.weight as well"),
+        (lambda: timm.create_model("resnet26"), "a ResNet of 2, 2, 2, 2 bottleneck blocks"),
+        (
+            lambda: ScaledResNet(BasicBlock, [1, 1, 1, 1], width=8),
+            "a ResNet of 1, 1, 1, 1 basic blocks on a stem of 8 × 3 × 7 × 7",
+        ),
+    ],
+)
+def test_other_architectures_are_named(build: Callable[[], nn.Module], found: str) -> None:
+    with torch.device("meta"):
+        state = build().state_dict()
+    for tensors in (state, {f"module.base_encoder.{k}": v for k, v in state.items()}):
+        tensors = flat_tensors({"state_dict": tensors, "momentum_encoder.x": torch.zeros(1)})
+        with pytest.raises(UserError, match="resnet18, resnet34, resnet50") as error:
+            find_backbone(tensors, "weights.pth")
+        assert f"weights.pth holds {found}" in str(error.value) or found in str(error.value)
+
+
+def test_incomplete_network(tmp_path: Path) -> None:
+    state = plain(some_resnet())
+    del state["layer3.0.bn2.running_mean"], state["layer3.0.conv2.weight"]
+    sentence = refusal(tmp_path / "weights.pth", state)
+    assert "a tiny without 2 of its tensors, as layer3.0.conv2.weight" in sentence
+
+
+class Malice:
+    def __init__(self, call: tuple[Callable[..., Any], tuple[Any, ...]]) -> None:
+        self.call = call
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before zip"])
+@pytest.mark.parametrize("ending", [".pth", ".pt", ".ckpt", ".pth.tar", ".bin"])
+def test_code_in_a_pickle_is_not_run(tmp_path: Path, ending: str, zipped: bool) -> None:
+    for function, argument in ((os.mkdir, str(tmp_path / "trap")), (eval, "1/0")):
+        path = tmp_path / f"weights{ending}"
+        content = plain(some_resnet()) | {"extra": Malice((function, (argument,)))}
+        torch.save(content, path, _use_new_zipfile_serialization=zipped)
+        with pytest.raises(UserError, match=r"could run code.*refused"):
+            load_backbone(path)
+        assert not (tmp_path / "trap").exists()
+
+
+def test_a_function_in_the_optimizer_of_barlow_twins_is_not_looked_up(tmp_path: Path) -> None:
+    """Its checkpoints name a function of the training program, which nobody else has."""
+    import __main__
+
+    def exclude_bias_and_norm() -> None: ...
+
+    exclude_bias_and_norm.__module__ = "__main__"
+    exclude_bias_and_norm.__qualname__ = "exclude_bias_and_norm"
+    network = some_resnet()
+    checkpoint = barlowtwins(network)
+    checkpoint["optimizer"] = optimizer(weight_decay_filter=exclude_bias_and_norm)
+    __main__.exclude_bias_and_norm = exclude_bias_and_norm  # type: ignore[attr-defined]
+    try:
+        torch.save(checkpoint, tmp_path / "checkpoint.pth")
+    finally:
+        del __main__.exclude_bias_and_norm  # type: ignore[attr-defined]
+    assert load_weights(tmp_path / "checkpoint.pth").report.layout == "barlowtwins"
+    assert not torch.serialization.get_safe_globals()  # allowed for this one file only
+
+
+def test_pickles_are_read_as_weights_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save(plain(some_resnet()), tmp_path / "weights.pth")
+    seen = []
+    load = torch.load
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs["weights_only"])
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "load", spy)
+    load_backbone(tmp_path / "weights.pth")
+    assert seen == [True]
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before zip"])
+@pytest.mark.parametrize("share", [0, 0.0001, 0.01, 0.5, 0.9, 0.9999])
+def test_truncated_checkpoint(tmp_path: Path, zipped: bool, share: float) -> None:
+    path = tmp_path / "weights.pth"
+    torch.save(plain(some_resnet()), path, _use_new_zipfile_serialization=zipped)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(UserError, match="damaged or no checkpoint of PyTorch"):
+        load_backbone(path)
+
+
+@pytest.mark.parametrize("content", [b"hello\n", b"\0" * 100, pickle.dumps({"a": 1}), b"PK\3\4"])
+def test_no_checkpoint_at_all(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "weights.pth"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="damaged or no checkpoint of PyTorch"):
+        load_backbone(path)
+
+
+NAMES = list(plain(some_resnet()))
+
+
+@settings(max_examples=40, deadline=None)
+@given(name=st.sampled_from(NAMES), shape=st.none() | st.lists(st.integers(0, 5), max_size=4))
+def test_no_tensor_out_of_place_goes_unnoticed(name: str, shape: list[int] | None) -> None:
+    tensors = plain(some_resnet())
+    right = name.startswith("fc.") or (shape is None and name.endswith("num_batches_tracked"))
+    right = right or (shape == [] and name.endswith("num_batches_tracked"))
+    if shape is None:
+        del tensors[name]
+    else:
+        tensors[name] = torch.zeros(shape)
+    if right:
+        find_backbone(tensors, "here")
+    else:
+        with pytest.raises(UserError, match="here"):
+            find_backbone(tensors, "here")
+
+
+# Models by name
+
+
+def test_torchvision_model_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = torchvision.models.resnet18()
+    asked = []
+
+    def download(url: str, **options: Any) -> dict[str, Tensor]:
+        asked.append((url, options["weights_only"], options["check_hash"]))
+        return dict(network.state_dict())
+
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", download)
+    names = ("torchvision:resnet18", Path("torchvision:resnet18:IMAGENET1K_V1"))
+    for name in names:
+        loaded = load_weights(name)
+        assert read_card(name) == (loaded.card, Path(name))
+        assert loaded.card.method == str(name)
+        assert (loaded.card.backbone, loaded.card.size) == ("resnet18", 224)
+    url = torchvision.models.ResNet18_Weights.DEFAULT.url
+    assert asked == [(url, True, True)] * 4
+    network.add_module("fc", nn.Identity())
+    with torch.no_grad():
+        assert_close(loaded.backbone(IMAGES), network.eval()(IMAGES))
+
+
+def test_timm_model_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = timm.create_model("resnet18.a1_in1k")
+
+    def create_model(name: str, pretrained: bool) -> nn.Module:
+        assert (name, pretrained) == ("resnet18.a1_in1k", True)
+        return network
+
+    monkeypatch.setattr(timm, "create_model", create_model)
+    loaded = load_weights("timm:resnet18.a1_in1k")
+    assert loaded.card.method == "timm:resnet18.a1_in1k"
+    assert loaded.card.mean == (0.485, 0.456, 0.406)
+    with torch.no_grad():
+        assert_close(
+            loaded.backbone(IMAGES),
+            network.eval().forward_head(network.forward_features(IMAGES), pre_logits=True),
+        )
+
+
+@pytest.mark.parametrize("name", ["torchvision:resnet18", "timm:resnet18.a1_in1k"])
+def test_no_network(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("no route to host.\nmore")
+
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", fail)
+    monkeypatch.setattr(timm, "create_model", fail)
+    with pytest.raises(UserError, match=rf"weights of {name}.*\(no route to host\).*give the file"):
+        load_backbone(name)
+
+
+def test_timm_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "timm", None)
+    with pytest.raises(UserError, match=r"needs timm: pip install 'xmoco\[timm\]'"):
+        load_backbone("timm:resnet50")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("torchvision:resnet51", r"did you mean resnet50\?"),
+        ("timm:resnet_18", r"did you mean resnet18\?"),
+        ("torchvision:vit_b_16", "taken by name, which are resnet18, resnet34"),
+        ("timm:", "taken by name"),
+        ("torchvision:resnet50:V9", "no weights V9 for resnet50: IMAGENET1K_V1, IMAGENET1K_V2"),
+    ],
+)
+def test_unknown_names(name: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        load_backbone(name)
+
+
+def test_foreign_weights_have_neither_epochs_nor_seed(tmp_path: Path) -> None:
+    torch.save(mocov2(some_resnet()), tmp_path / "weights.pth")
+    card = read_card(tmp_path / "weights.pth")[0]
+    assert card == replace(card, epochs=0, seed=0)
+    assert xmoco.load_backbone(tmp_path / "weights.pth") is not None

@@ -1,0 +1,187 @@
+"""Configuration: inheritance, overrides, strictness, and the paper's numbers in its recipe."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from xmoco.config import (
+    Config,
+    MoCoV2PlusConfig,
+    XMoCoConfig,
+    all_fields,
+    config_from_settings,
+    config_yaml,
+    differences,
+    load_config,
+    read_recipe,
+    recipe_names,
+    setting_descriptions,
+)
+from xmoco.errors import UserError, nearest
+
+
+def test_the_imagenet_recipe_is_the_papers() -> None:
+    """Defaults, open points and augmentations of the specification, number by number."""
+    config = load_config("imagenet")
+    method = config.method
+    assert isinstance(method, XMoCoConfig)
+    assert (method.bank_length, method.temperature, method.sharpness) == (4096, 0.2, 2.0)
+    assert (method.positive_mass, method.key_momentum) == (0.9, 0.999)
+    assert (method.sinkhorn_iterations, method.history) == (3, "queries")
+    model = config.model
+    assert (model.backbone, model.stem) == ("resnet50", "imagenet")
+    assert (model.head_layers, model.head_hidden, model.feature_size) == (4, 2048, 128)
+    assert model.batch_norm == "auto"
+    assert (config.train.batch, config.train.epochs, config.train.accumulate) == (512, 200, 1)
+    optim = config.optim
+    assert (optim.learning_rate, optim.cosine_offset, optim.warmup_epochs) == (0.0675, 0.1, 0)
+    assert (optim.weight_decay, optim.sgd_momentum) == (1e-4, 0.9)
+    views = config.views
+    assert (views.size, views.crop_scale, views.crop_ratio) == (224, (0.2, 1.0), (3 / 4, 4 / 3))
+    assert (views.flip, views.jitter, views.grey, views.invert) == (0.5, 0.8, 0.2, 0)
+    assert (views.brightness, views.contrast, views.saturation, views.hue) == (0.8, 0.8, 0.8, 0.2)
+    assert (views.blur, views.blur_kernel, views.blur_sigma) == (0.5, 23, (0.1, 2.0))
+    assert views.mean == (0.485, 0.456, 0.406)
+    assert views.std == (0.228, 0.224, 0.225)
+    assert (config.monitor.knn_k, config.monitor.knn_temperature) == (200, 0.1)
+
+
+def test_there_are_four_recipes_and_all_load() -> None:
+    assert recipe_names() == ["cifar10", "demo", "imagenet", "imagenette"]
+    for name in recipe_names():
+        assert isinstance(load_config(name), Config)
+
+
+def test_a_recipe_inherits_key_by_key() -> None:
+    parent, child = load_config("imagenet"), load_config("imagenette")
+    assert child.views.size == 128
+    assert child.views.mean == parent.views.mean
+    assert child.method == parent.method.model_copy(update={"key_momentum": 0.99})
+
+
+def test_files_inherit_from_recipes_and_files(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("middle.yaml").write_text("inherits: demo\ntrain: {epochs: 7}\n")
+    Path("last.yml").write_text("inherits: middle.yaml\ntrain: {batch: 8}\nmethod: mocov2plus\n")
+    settings = read_recipe("last.yml")
+    assert settings["train"] == read_recipe("demo")["train"] | {"epochs": 7, "batch": 8}
+    assert settings["method"]["name"] == "mocov2plus"
+    assert read_recipe("middle.yaml")["views"] == read_recipe("demo")["views"]
+
+
+def test_an_empty_recipe_is_all_defaults(tmp_path: Path) -> None:
+    (tmp_path / "empty.yaml").write_text("")
+    assert load_config(tmp_path / "empty.yaml") == load_config() == Config()
+
+
+def test_field_names_are_unique() -> None:
+    names = [field for _, field in all_fields()]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("key", ["optim.weight_decay", "weight_decay"])
+@pytest.mark.parametrize("text", ["1e-4", "1E-4", "0.0001", "1.0e-4", ".1e-3", "+1e-4"])
+def test_numbers_as_people_write_them(key: str, text: str) -> None:
+    assert load_config("demo", [f"{key}={text}"]).optim.weight_decay == 1e-4
+
+
+def test_overrides_win_in_their_order() -> None:
+    config = load_config(
+        "demo", ["epochs=3", "epochs = 4", "crop_scale=[0.3, 0.9]"], {"batch": 8, "train.seed": 5}
+    )
+    assert (config.train.epochs, config.train.batch, config.train.seed) == (4, 8, 5)
+    assert config.views.crop_scale == (0.3, 0.9)
+    assert load_config("demo", ["source=a=b"]).data.source == "a=b"
+
+
+def test_another_method_keeps_what_fits() -> None:
+    config = load_config("demo", ["method=mocov2plus"])
+    assert isinstance(config.method, MoCoV2PlusConfig)
+    assert config.method.bank_length == load_config("demo").method.bank_length
+    back = load_config("demo", ["method=mocov2plus", "method.name=xmoco", "positive_mass=0.5"])
+    assert isinstance(back.method, XMoCoConfig)
+    assert back.method.positive_mass == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("epochs=0", "train.epochs = 0"),
+        ("epochs=2.5", "train.epochs = 2.5"),
+        ("epochs=true", "train.epochs"),
+        ("batch=1", "train.batch = 1"),
+        ("temperature=0", "method.temperature"),
+        ("temperature=.nan", "method.temperature"),
+        ("learning_rate=.inf", "optim.learning_rate"),
+        ("positive_mass=1.1", "method.positive_mass"),
+        ("head_layers=6", "model.head_layers"),
+        ("backbone=resnet19", "model.backbone"),
+        ("crop_scale=[0, 1]", "crop_scale"),
+        ("crop_scale=0.5", "crop_scale"),
+        ("crop_ratio=[2, 1]", "crop_ratio"),
+        ("blur_sigma=[0, 1]", "blur_sigma"),
+        ("blur_kernel=4", "blur_kernel must be odd"),
+        ("std=[0, 1, 1]", "std must be positive"),
+        ("mean=[1, 2]", "views.mean"),
+        ("download=maybe", "data.download"),
+        ("bank_lenght=3", "did you mean bank_length?"),
+        ("trian.epochs=3", "did you mean train.epochs?"),
+        ("optim.epochs=3", "unknown key 'optim.epochs'"),
+        ("=3", "unknown key ''"),
+    ],
+)
+def test_mistakes_are_named(change: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config("demo", [change])
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_mistakes_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        load_config("demo", ["epochs=0", "nonsense", "batch=-1"], {"hue": 3.0, "colour": 1})
+    for words in ("train.epochs", "'nonsense'", "train.batch", "views.hue", "unknown key 'colour'"):
+        assert words in str(caught.value)
+
+
+@given(
+    epochs=st.integers(1, 10**6),
+    momentum=st.floats(0, 0.999),
+    scale=st.floats(0.01, 1),
+    source=st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"])),
+    method=st.sampled_from(["xmoco", "mocov2plus"]),
+)
+def test_config_yaml_reads_back(
+    epochs: int, momentum: float, scale: float, source: str, method: str
+) -> None:
+    changes = {"epochs": epochs, "sgd_momentum": momentum, "crop_scale": (scale, 1.0)}
+    config = load_config("demo", [f"method={method}"], changes | {"source": source})
+    assert config_from_settings(yaml.safe_load(config_yaml(config))) == config
+
+
+def test_differences_leave_out_where_it_runs() -> None:
+    old = load_config("demo")
+    new = load_config("demo", ["epochs=9", "devices=4", "method=mocov2plus"])
+    found = differences(old, new)
+    assert "train.epochs: 6 → 9" in found
+    assert "method.name: xmoco → mocov2plus" in found
+    assert "method.history: queries → None" in found
+    assert not any(text.startswith("run.") for text in found)
+    assert differences(old, old) == []
+
+
+def test_descriptions_cover_every_field() -> None:
+    described = setting_descriptions(load_config("imagenet"))
+    named = {(section, key) for section, fields in described.items() for key, _, _ in fields}
+    assert named == set(all_fields())
+    assert all(meaning for fields in described.values() for _, _, meaning in fields)
+    assert ("learning_rate", "0.0675") in [row[:2] for row in described["optim"]]
+
+
+def test_nearest() -> None:
+    assert nearest("epoch", ["epochs", "batch"]) == " (did you mean epochs?)"
+    assert nearest("xyz", ["epochs", "batch"]) == ""

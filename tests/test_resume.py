@@ -1,0 +1,231 @@
+"""A run that is killed or stopped at any moment, and resumed, ends as if nothing had happened."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from helpers import (
+    assert_done,
+    assert_same_end,
+    checkpoints,
+    knn_records,
+    logged_steps,
+    make_images,
+    metrics,
+    no_pictures,
+    run_cli,
+    start_cli,
+    wait_until,
+    write_recipe,
+)
+
+from xmoco.train.checkpoints import Checkpoints
+from xmoco.witness import Witness
+
+METHODS = ["xmoco", "mocov2plus"]
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with no_pictures():
+        yield
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """3 epochs of 8 steps; the banks and the history are full after 4."""
+    monkeypatch.chdir(tmp_path)
+    images = make_images(tmp_path / "images")
+    # A checkpoint every few hundredths of a second: kills hit the writing of one, too.
+    train = {"epochs": 3, "log_every": 3, "checkpoint_minutes": 0.0005}
+    return write_recipe(tmp_path / "fast.yaml", images, train=train)
+
+
+def assert_complete(run: Path, method: str) -> None:
+    """Nothing is missing in the metrics, and nothing is there twice."""
+    assert logged_steps(run) == [3, 6, 9, 12, 15, 18, 21, 24]
+    trained = [(method, epoch) for epoch in (1, 2, 3)]
+    assert knn_records(run) == [("raw pixels", 0), ("untrained", 0), *trained]
+    assert not list(run.rglob("*.part"))
+    assert len(checkpoints(run)) == 2
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_killed_at_random_moments(recipe: Path, tmp_path: Path, method: str) -> None:
+    chance = random.Random(f"kill {method}")
+    whole, killed, said = tmp_path / "whole", tmp_path / "killed", tmp_path / "said.txt"
+    assert_done(run_cli("pretrain", "--recipe", recipe, "--out", whole, f"method={method}"))
+
+    process = start_cli("pretrain", "-r", recipe, "--out", killed, f"method={method}", said=said)
+    wait_until(lambda: (killed / "config.yaml").exists() or not process.is_alive())
+    kills = 0
+    while kills < 7:
+        time.sleep(chance.uniform(0, 0.3))
+        process.kill()
+        process.join()
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL, said.read_text()
+        kills += 1
+        process = start_cli("pretrain", "--resume", "--out", killed, said=said)
+        before = checkpoints(killed)
+        steps_wanted = chance.randrange(3)
+
+        def moved_on(before: list[Path] = before, wanted: int = steps_wanted) -> bool:
+            new = [path for path in checkpoints(killed) if path not in before]
+            return len(new) >= wanted or not process.is_alive()
+
+        wait_until(moved_on)
+    process.join(60)
+    assert process.exitcode == 0, said.read_text()
+    assert kills >= 3
+    assert "Traceback" not in said.read_text()
+    assert_same_end(killed, whole)
+    assert_complete(killed, method)
+    curves = [
+        {line["step"]: line["values"]["loss"] for line in metrics(run) if "values" in line}
+        for run in (killed, whole)
+    ]
+    assert curves[0].keys() == curves[1].keys()
+
+
+def test_killed_before_anything_was_saved(recipe: Path, tmp_path: Path) -> None:
+    whole, killed, said = tmp_path / "whole", tmp_path / "killed", tmp_path / "said.txt"
+    rarely = "checkpoint_minutes=10"
+    assert_done(run_cli("pretrain", "--recipe", recipe, "--out", whole, rarely))
+    process = start_cli("pretrain", "-r", recipe, "--out", killed, rarely, said=said)
+    wait_until(lambda: (killed / "metrics.jsonl").exists())
+    process.kill()
+    process.join()
+    assert_done(run_cli("pretrain", "--resume", "--out", killed))
+    assert_same_end(killed, whole)
+    assert_complete(killed, "xmoco")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [],
+        ["method=mocov2plus"],
+        ["history=probabilities", "resident_gib=0"],
+        ["batch_norm=split", "batch_norm_groups=4", "accumulate=2"],
+        ["bank_length=50", "warmup_epochs=1.5", "knn_images=40"],
+    ],
+    ids=lambda changes: " ".join(changes) or "plain",
+)
+def test_stopped_in_the_middle_of_an_epoch(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: list[str]
+) -> None:
+    """Stopped twice: while the bank fills and when it is full."""
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    changes = ["checkpoint_minutes=10", *changes]
+    assert_done(run_cli("pretrain", "--recipe", recipe, "--out", whole, *changes))
+
+    on_step = Witness.on_step
+
+    def stopping(self: Witness, step: int) -> None:
+        on_step(self, step)
+        if step in (2, 13) and step not in seen:
+            seen.add(step)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    seen: set[int] = set()
+    monkeypatch.setattr(Witness, "on_step", stopping)
+    outcome = run_cli("pretrain", "--recipe", recipe, "--out", stopped, *changes)
+    assert outcome.status == 128 + signal.SIGTERM
+    assert outcome.stderr.count("\n") == 1
+    assert "stopped by SIGTERM after step 2 of 24" in outcome.stderr
+    assert f"xmoco pretrain --resume --out {stopped}" in outcome.stderr
+    outcome = run_cli("pretrain", "--resume", "--out", stopped)
+    assert outcome.status == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM after step 13 of 24" in outcome.stderr
+    assert "going on after step 2 (epoch 0.2)" in outcome.stdout
+    assert_done(run_cli("pretrain", "--resume", "--out", stopped))
+    assert_same_end(stopped, whole)
+    method = "mocov2plus" if "method=mocov2plus" in changes else "xmoco"
+    assert logged_steps(stopped) == logged_steps(whole)
+    assert knn_records(stopped) == knn_records(whole)
+    assert (method, 3) in knn_records(stopped)
+
+
+def test_any_checkpoint_is_a_good_start(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also an older one, when the last is lost; metrics of repeated steps are not kept twice."""
+    whole, other = tmp_path / "whole", tmp_path / "other"
+    assert_done(run_cli("pretrain", "--recipe", recipe, "--out", whole))
+    assert_done(run_cli("pretrain", "--recipe", recipe, "--out", other))
+    checkpoints(other)[-1].unlink()
+    with (other / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 99, "val')  # cut off when the run was killed
+    assert_done(run_cli("pretrain", "--resume", "--out", other))
+    assert_same_end(other, whole)
+    assert_complete(other, "xmoco")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_to_a_real_process(recipe: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """It saves, says how to go on, and what it says works."""
+    command = [sys.executable, "-m", "xmoco", "pretrain", "--recipe", "fast.yaml"]
+    changes = ["epochs=500", "knn_every=0", "checkpoint_minutes=10"]
+    process = subprocess.Popen(
+        [*command, "--out", "run", *changes],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    run = tmp_path / "run"
+    wait_until(lambda: (run / "metrics.jsonl").exists() and logged_steps(run)[-1:] > [10])
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert errors.count("\n") == 1
+    assert errors.startswith(f"xmoco: stopped by {number.name} after step ")
+    assert "Traceback" not in errors
+    offered = errors.rpartition("Go on with: ")[2].split()
+    assert offered == ["xmoco", "pretrain", "--resume", "--out", "run"]
+    (step,) = (int(path.stem.removeprefix("step-")) for path in checkpoints(run)[-1:])
+    assert f"after step {step} of 4000" in errors
+
+    # The command as offered, in this process, until it has taken a few more steps.
+    def enough(self: Witness, now: int) -> None:
+        if now == step + 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Witness, "on_step", enough)
+        outcome = run_cli(*offered[1:])
+    assert outcome.status == 143
+    assert f"stopped by SIGTERM after step {step + 3} of 4000" in outcome.stderr
+
+
+def test_a_second_signal_does_not_wait(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever presses Ctrl-C twice wants out now; the last checkpoint is still good."""
+    save = Checkpoints.save
+
+    def interrupted_save(self: Checkpoints, step: int, state: dict[str, object]) -> Path:
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return save(self, step, state)
+
+    def press(self: Witness, step: int) -> None:
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Checkpoints, "save", interrupted_save)
+    monkeypatch.setattr(Witness, "on_step", press)
+    outcome = run_cli("pretrain", "--recipe", recipe, "--out", "run", "checkpoint_minutes=10")
+    assert outcome.status == 130
+    assert "Traceback" not in outcome.stderr
+    assert not list((tmp_path / "run").rglob("*.part"))
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert_done(run_cli("pretrain", "--resume", "--out", "run"))
