@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from helpers import (
     Outcome,
     assert_done,
@@ -23,8 +25,6 @@ from helpers import (
     run_cli,
     write_recipe,
 )
-from safetensors.torch import load_file, save_file
-
 from xmoco.config import all_fields, recipe_names
 from xmoco.train.checkpoints import load_checkpoint
 from xmoco.train.loop import Training
@@ -52,8 +52,10 @@ def finished(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def here(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty working directory but for fast.yaml."""
+    """An empty working directory but for fast.yaml, on a machine with nothing but a CPU."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     write_recipe(tmp_path / "fast.yaml", images, monitor={"knn_every": 0})
     return tmp_path
 
@@ -173,7 +175,9 @@ def test_damaged_weights(here: Path, finished: Path, kept: int) -> None:
 
 def test_weights_that_xmoco_did_not_write(here: Path) -> None:
     save_file({"weight": torch.zeros(3)}, here / "other.safetensors")
-    assert_refused(pretrain("--weights", "other.safetensors"), "xmoco did not write it")
+    assert_refused(
+        pretrain("--weights", "other.safetensors"), "does not say which backbone it holds"
+    )
 
 
 # An existing run is never harmed.
@@ -309,7 +313,7 @@ def stop_at(step: int, monkeypatch: pytest.MonkeyPatch, here: Path) -> Path:
         patch.setattr(
             Witness,
             "on_step",
-            lambda self, now: os.kill(os.getpid(), signal.SIGTERM) if now == step else None,
+            lambda _, now: os.kill(os.getpid(), signal.SIGTERM) if now == step else None,
         )
         outcome = pretrain("--out", "run")
     assert outcome.status == 143
@@ -386,9 +390,7 @@ def test_records_that_cannot_be_written(here: Path, finished: Path, images: Path
 def test_a_loss_that_is_no_number(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After an epoch the rate becomes absurd; the checkpoint of that epoch stays as it was."""
     calm = Training.rate
-    monkeypatch.setattr(
-        Training, "rate", lambda self, step: calm(self, step) if step < 9 else 1e30
-    )
+    monkeypatch.setattr(Training, "rate", lambda self, step: calm(self, step) if step < 9 else 1e30)
     outcome = pretrain("--out", "run", "checkpoint_minutes=0.0001")
     assert_refused(outcome, "the loss is no longer a number at step", "learning_rate")
     last = checkpoints(here / "run")[-1]

@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.testing import assert_close
+
 from helpers import (
     assert_done,
     checkpoints,
@@ -24,9 +27,6 @@ from helpers import (
     run_two,
     write_recipe,
 )
-from torch import nn
-from torch.testing import assert_close
-
 from xmoco.config import Config, load_config
 from xmoco.data import Batches, open_images
 from xmoco.losses.bank import PairedRing

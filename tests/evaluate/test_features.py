@@ -1,5 +1,6 @@
 """Features of whole sets: central views, unit length, eval mode."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.testing import assert_close
@@ -66,11 +67,10 @@ def test_backbone_sees_normalised_images() -> None:
 
 def test_an_error_leaves_the_mode_as_it_was() -> None:
     class Broken(torch.nn.Module):
-        def forward(self, images: torch.Tensor) -> torch.Tensor:
+        def forward(self, _images: torch.Tensor) -> torch.Tensor:
             raise ValueError
 
     broken = Broken().train()
-    try:
+    with pytest.raises(ValueError):  # noqa: PT011
         backbone_features(broken, pictures(), VIEWS, CPU)
-    except ValueError:
-        assert broken.training
+    assert broken.training

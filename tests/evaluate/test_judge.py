@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
-from helpers import make_images
+import torch
 
 import xmoco
+from helpers import make_images
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
 
@@ -48,7 +49,10 @@ def test_one_split_is_judged_by_leaving_one_out(weights: Path, tmp_path: Path) -
         ({"device": "abacus"}, "device=abacus is not available"),
     ],
 )
-def test_mistakes(weights: Path, tmp_path: Path, changes: dict, words: str) -> None:
+def test_mistakes(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict, words: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     images = make_images(tmp_path / "images", each=2)
     with pytest.raises(xmoco.UserError, match=words):
         xmoco.evaluate_knn(weights, images, **changes)

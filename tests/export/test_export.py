@@ -15,11 +15,11 @@ import pytest
 import torch
 import torchvision.models
 import yaml
-from helpers import assert_done, assert_refused, fingerprint, run_cli
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torchvision.models.resnet import Bottleneck, ResNet
 
+from helpers import assert_done, assert_refused, fingerprint, run_cli
 from xmoco.config import Backbone
 from xmoco.errors import UserError
 from xmoco.export import export, exporting, how_to_load, to_timm
@@ -77,8 +77,9 @@ def tiny(folder: Path) -> Path:
 @pytest.fixture
 def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """resnet50w2, but an eighth of the width, in xmoco and in timm."""
-    narrow = lambda: ScaledResNet(Bottleneck, [3, 4, 6, 3], width=16)  # noqa: E731
-    monkeypatch.setitem(BUILDERS, "resnet50w2", narrow)
+    monkeypatch.setitem(
+        BUILDERS, "resnet50w2", lambda: ScaledResNet(Bottleneck, [3, 4, 6, 3], width=16)
+    )
     monkeypatch.setitem(to_timm.WIDE["resnet50w2"], "width_factor", 0.25)
     return save_lively(tmp_path / "wide", "resnet50w2")
 
@@ -390,7 +391,7 @@ def spoiled(name: str, change: Callable[[Tensor], Tensor], write: Write) -> Writ
 
 @pytest.mark.parametrize(
     ("to", "weights"),
-    [("torchvision", "tiny"), ("timm", "resnet18"), ("detectron2", "resnet18"), ("onnx", "tiny")],
+    [("torchvision", "tiny"), ("timm", "resnet18"), ("detectron2", "resnet18")],
 )
 def test_a_product_with_other_features_is_not_kept(
     to: str, weights: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -416,28 +417,23 @@ def test_a_product_that_cannot_be_read_is_not_kept(
     assert fingerprint(resnet18) == before
 
 
-@pytest.mark.parametrize(
-    ("to", "change"),
-    [
-        ("torchvision", {"fc.weight": torch.zeros(3)}),
-        ("timm", {"fc.weight": torch.zeros(3)}),
-        ("detectron2", {"fc.weight": torch.zeros(3)}),
-    ],
-)
+@pytest.mark.parametrize("to", ["torchvision", "timm", "detectron2"])
 def test_a_product_with_more_than_the_backbone_is_not_kept(
-    to: str, change: dict[str, Tensor], resnet18: Path, monkeypatch: pytest.MonkeyPatch
+    to: str, resnet18: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = exporting.TARGETS[to]
 
     class Fuller(nn.Module):
         def __init__(self, backbone: ResNet) -> None:
             super().__init__()
-            self.state = backbone.state_dict() | change
+            self.state = backbone.state_dict() | {"fc.weight": torch.zeros(3)}
 
         def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
             return self.state
 
-    write = lambda backbone, card, file: target.write(Fuller(backbone), card, file)  # noqa: E731
+    def write(backbone: ResNet, card: BackboneCard, file: BinaryIO) -> None:
+        target.write(Fuller(backbone), card, file)
+
     monkeypatch.setitem(exporting.TARGETS, to, replace(target, write=write))
     with pytest.raises(UserError, match=f"{to} cannot read it back"):
         export(resnet18, to)

@@ -9,6 +9,7 @@ import argparse
 import copy
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from torchvision.models.resnet import BasicBlock, ResNet
 
-import xmoco.nn.weights
+import xmoco
 from xmoco.errors import UserError
 from xmoco.nn.backbones import ScaledResNet, build_backbone
 from xmoco.nn.layouts import ARCHITECTURES, LAYOUTS, _architecture, find_backbone, flat_tensors
@@ -246,12 +247,19 @@ MAKERS: dict[Callable[[ResNet], Checkpoint], tuple[str, set[str]]] = {
     swav: ("swav", {"projection_head", "prototypes"}),
     deepclusterv2: ("deepclusterv2", {"projection_head", "prototypes"}),
     dino: ("dino", {"student", "teacher.head", "optimizer", "dino_loss"}),
-    byol_yaox12: ("byol", {"online_network", "target_network", "predictor"}),
+    byol_yaox12: ("byol", {"online_network.projetion", "target_network", "predictor"}),
     byol_sthalles: (
         "byol",
-        {"online_network_state_dict", "target_network_state_dict", "optimizer_state_dict"},
+        {
+            "online_network_state_dict.projetion",
+            "target_network_state_dict",
+            "optimizer_state_dict",
+        },
     ),
-    byol_lucidrains: ("byol", {"net", "online_encoder", "online_predictor", "target_encoder"}),
+    byol_lucidrains: (
+        "byol",
+        {"net", "online_encoder.projector", "online_predictor", "target_encoder"},
+    ),
     simsiam: ("simsiam", {"encoder.fc", "predictor", "optimizer"}),
     barlowtwins: ("barlowtwins", {"projector", "bn", "optimizer"}),
     vicreg: ("vicreg", {"projector", "optimizer"}),
@@ -385,7 +393,6 @@ def test_cifar_benchmark_of_lightly_has_no_first_relu(tmp_path: Path) -> None:
 def test_split_batch_norm_is_averaged(tmp_path: Path) -> None:
     network = some_resnet("cifar")
     checkpoint = lightly_listed(network)
-    noise = {}
     for name, tensor in checkpoint["state_dict"].items():
         if name.startswith("backbone.") and ".running_" in name:
             noise = torch.linspace(-0.1, 0.1, 4)[:, None]  # its mean is 0
@@ -482,7 +489,7 @@ def test_other_architectures_are_named(build: Callable[[], nn.Module], found: st
         tensors = flat_tensors({"state_dict": tensors, "momentum_encoder.x": torch.zeros(1)})
         with pytest.raises(UserError, match="resnet18, resnet34, resnet50") as error:
             find_backbone(tensors, "weights.pth")
-        assert f"weights.pth holds {found}" in str(error.value) or found in str(error.value)
+        assert found in str(error.value)
 
 
 def test_incomplete_network(tmp_path: Path) -> None:
@@ -503,7 +510,7 @@ class Malice:
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "before zip"])
 @pytest.mark.parametrize("ending", [".pth", ".pt", ".ckpt", ".pth.tar", ".bin"])
 def test_code_in_a_pickle_is_not_run(tmp_path: Path, ending: str, zipped: bool) -> None:
-    for function, argument in ((os.mkdir, str(tmp_path / "trap")), (eval, "1/0")):
+    for function, argument in ((os.mkdir, str(tmp_path / "trap")), (exec, "1/0")):
         path = tmp_path / f"weights{ending}"
         content = plain(some_resnet()) | {"extra": Malice((function, (argument,)))}
         torch.save(content, path, _use_new_zipfile_serialization=zipped)
@@ -512,9 +519,10 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path, ending: str, zipped: bool) 
         assert not (tmp_path / "trap").exists()
 
 
-def test_a_function_in_the_optimizer_of_barlow_twins_is_not_looked_up(tmp_path: Path) -> None:
+def test_a_function_in_the_optimizer_of_barlow_twins_is_not_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its checkpoints name a function of the training program, which nobody else has."""
-    import __main__
 
     def exclude_bias_and_norm() -> None: ...
 
@@ -523,13 +531,13 @@ def test_a_function_in_the_optimizer_of_barlow_twins_is_not_looked_up(tmp_path: 
     network = some_resnet()
     checkpoint = barlowtwins(network)
     checkpoint["optimizer"] = optimizer(weight_decay_filter=exclude_bias_and_norm)
-    __main__.exclude_bias_and_norm = exclude_bias_and_norm  # type: ignore[attr-defined]
-    try:
+    with monkeypatch.context() as training_program:
+        main = sys.modules["__main__"]
+        training_program.setattr(main, "exclude_bias_and_norm", exclude_bias_and_norm, False)
         torch.save(checkpoint, tmp_path / "checkpoint.pth")
-    finally:
-        del __main__.exclude_bias_and_norm  # type: ignore[attr-defined]
+    allowed = torch.serialization.get_safe_globals()
     assert load_weights(tmp_path / "checkpoint.pth").report.layout == "barlowtwins"
-    assert not torch.serialization.get_safe_globals()  # allowed for this one file only
+    assert set(torch.serialization.get_safe_globals()) == set(allowed)  # no more than before
 
 
 def test_pickles_are_read_as_weights_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -557,7 +565,9 @@ def test_truncated_checkpoint(tmp_path: Path, zipped: bool, share: float) -> Non
         load_backbone(path)
 
 
-@pytest.mark.parametrize("content", [b"hello\n", b"\0" * 100, pickle.dumps({"a": 1}), b"PK\3\4"])
+@pytest.mark.parametrize(
+    "content", [b"hello\n", b"\0" * 100, pickle.dumps({"a": 1}, protocol=2), b"PK\3\4"]
+)
 def test_no_checkpoint_at_all(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "weights.pth"
     path.write_bytes(content)
@@ -565,13 +575,15 @@ def test_no_checkpoint_at_all(tmp_path: Path, content: bytes) -> None:
         load_backbone(path)
 
 
-NAMES = list(plain(some_resnet()))
+TENSORS = plain(some_resnet())
 
 
-@settings(max_examples=40, deadline=None)
-@given(name=st.sampled_from(NAMES), shape=st.none() | st.lists(st.integers(0, 5), max_size=4))
+@settings(max_examples=30, deadline=None)
+@given(
+    name=st.sampled_from(list(TENSORS)), shape=st.none() | st.lists(st.integers(0, 5), max_size=4)
+)
 def test_no_tensor_out_of_place_goes_unnoticed(name: str, shape: list[int] | None) -> None:
-    tensors = plain(some_resnet())
+    tensors = dict(TENSORS)
     right = name.startswith("fc.") or (shape is None and name.endswith("num_batches_tracked"))
     right = right or (shape == [] and name.endswith("num_batches_tracked"))
     if shape is None:
@@ -640,7 +652,7 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 
 def test_timm_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "timm", None)
+    monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(UserError, match=r"needs timm: pip install 'xmoco\[timm\]'"):
         load_backbone("timm:resnet50")
 

@@ -66,7 +66,7 @@ def nearest_neighbours(
             top = similarities.topk(min(k, len(part)), dim=1)
             best = torch.cat([best, top.values], dim=1)
             where = torch.cat([where, top.indices + start], dim=1)
-            if best.shape[1] > k:
-                best, order = best.topk(k, dim=1)
+            if start > 0:  # the best of this block among the best so far
+                best, order = best.topk(min(k, best.shape[1]), dim=1)
                 where = where.gather(1, order)
         yield first, best, where

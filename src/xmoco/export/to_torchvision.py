@@ -42,7 +42,7 @@ def loading(path: Path, card: BackboneCard) -> str:
     return (
         "import torch\n"
         "from xmoco.nn.backbones import build_backbone\n"
-        f'model = build_backbone("{card.backbone}", "{card.stem}")  # a torchvision ResNet\n'
+        f"model = build_backbone({card.backbone!r}, {card.stem!r})  # a torchvision ResNet\n"
         f"model.load_state_dict({state})"
     )
 

@@ -9,6 +9,7 @@ copies, queues, optimisers) is dropped, and reported. Which ResNet it is follows
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor, nn
@@ -202,9 +203,10 @@ def _stem_has_relu(names: Mapping[str, str]) -> bool:
 def _joined(name: str, state: Mapping[str, Tensor]) -> Tensor:
     """Running statistics of split batch norm (lightly) as one set: their mean, as it does."""
     running, weight = state[name], state.get(name.rpartition(".")[0] + ".weight")
-    if weight is None or weight.shape == running.shape or running.numel() % max(weight.numel(), 1):
-        return running
-    return running.reshape(-1, weight.numel()).mean(dim=0)
+    channels = running.numel() if weight is None else weight.numel()
+    if running.dim() == 1 and 0 < channels < len(running) and len(running) % channels == 0:
+        return running.view(-1, channels).mean(dim=0)
+    return running
 
 
 def _architecture(state: Mapping[str, Tensor], where: str) -> tuple[Backbone, str]:
@@ -245,6 +247,7 @@ def _differences(
 
 
 def _part(name: str, prefix: str) -> str:
-    """The part of a checkpoint a dropped name belongs to: ``encoder_k``, ``encoder_q.fc`` …"""
-    inside = prefix if name.startswith(prefix) else ""
-    return inside + name.removeprefix(inside).partition(".")[0]
+    """The part of a checkpoint a dropped name belongs to: as much as tells it from the backbone."""
+    parts = name.split(".")
+    shared = takewhile(lambda pair: pair[0] == pair[1], zip(parts, prefix.split("."), strict=False))
+    return ".".join(parts[: len(list(shared)) + 1])

@@ -8,9 +8,9 @@ in a file is ever run: pickles are read with ``weights_only=True``.
 import argparse
 import importlib
 import json
+import logging
 import pickle
 import re
-import struct
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -125,7 +125,9 @@ def _weights_file(weights: str | Path) -> Path:
         if not path.is_file() and (path.parent / "config.yaml").is_file():
             raise UserError(f"{path.parent} has no weights yet: finish it with --resume first.")
     if not path.is_file():
-        raise UserError(f"no weights at {path}: give a run folder or a backbone.safetensors.")
+        raise UserError(
+            f"no weights at {path}: give a run folder, a file of weights or torchvision:resnet50."
+        )
     return path
 
 
@@ -161,35 +163,25 @@ def _not_run(*_: object) -> None:
     """Stands for a function that a checkpoint mentions."""
 
 
-# Beside tensors, MoCo and DINO save their settings, and Barlow Twins and VICReg the name of a
+# Beside tensors, DINO and others save their settings, and Barlow Twins and VICReg the name of a
 # function of theirs: a class that only holds values, and a function that is never called.
 HARMLESS = (argparse.Namespace, (_not_run, "__main__.exclude_bias_and_norm"))
 
 
 def _read_pickle(path: Path) -> Mapping[str, object]:
     try:
-        with torch.serialization.safe_globals(list(HARMLESS)):
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        found = re.search(r"GLOBAL (\S*\w) ", str(error))
-        if found is None:
-            raise UserError(f"{path} is damaged or no checkpoint of PyTorch.") from None
-        raise UserError(
-            f"{path} holds more than tensors and plain values ({found[1]}), so loading it could "
-            "run code; it was refused."
-        ) from None
-    except (
-        RuntimeError,
-        EOFError,
-        LookupError,
-        ValueError,
-        TypeError,
-        OSError,
-        struct.error,
-    ) as error:
+        with path.open("rb") as file, torch.serialization.safe_globals(list(HARMLESS)):
+            content = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged bytes can raise anything
         if isinstance(error, OSError) and error.filename is not None:
             raise
-        raise UserError(f"{path} is damaged or no checkpoint of PyTorch.") from None
+        code = re.search(r"GLOBAL (\S*\w) ", str(error))
+        if code is None or not isinstance(error, pickle.UnpicklingError):
+            raise UserError(f"{path} is damaged or no checkpoint of PyTorch.") from None
+        raise UserError(
+            f"{path} holds more than tensors and plain values ({code[1]}), so loading it could "
+            "run code; it was refused."
+        ) from None
     if not isinstance(content, Mapping):
         raise UserError(f"{path} holds no named tensors.")
     return content
@@ -253,6 +245,7 @@ def _load_timm(name: str, given: str) -> Weights:
         timm = importlib.import_module("timm")
     except ImportError:
         raise UserError(f"{given} needs timm: pip install 'xmoco[timm]'.") from None
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every attempt
     try:
         model = timm.create_model(name, pretrained=True)
     except Exception as error:  # the hub's libraries each have errors of their own

@@ -1,0 +1,60 @@
+"""A part of a set keeps images, labels and names together."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import make_images
+from xmoco.config import DataConfig
+from xmoco.data import ArrayImages, ImageSet, open_images
+from xmoco.data.batches import resident
+from xmoco.data.subset import Subset, at_most
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> ImageSet:
+    opened = open_images(DataConfig(source=str(make_images(tmp_path / "set", each=5))), "train")
+    assert opened is not None
+    return opened
+
+
+def assert_part_of(part: ImageSet, whole: ImageSet, positions: list[int]) -> None:
+    assert len(part) == len(positions)
+    assert part.classes == whole.classes
+    for here, there in enumerate(positions):
+        assert torch.equal(part.read(here), whole.read(there))
+        assert part.labels is not None
+        assert whole.labels is not None
+        assert part.labels[here] == whole.labels[there]
+
+
+def test_a_subset_of_files(images: ImageSet) -> None:
+    part = Subset(images, torch.tensor([7, 0, 19]))
+    assert_part_of(part, images, [7, 0, 19])
+    assert part.where(0) == images.where(7)
+    assert len(part.labels) == 3
+
+
+def test_files_and_decoded_images_give_the_same_part(images: ImageSet) -> None:
+    decoded = resident(images, torch.device("cpu"))
+    assert isinstance(decoded, ArrayImages)
+    parts = [at_most(images, 6), at_most(decoded, 6)]
+    assert isinstance(parts[1], ArrayImages)
+    place = {images.where(position): position for position in range(len(images))}
+    positions = [place[parts[0].where(here)] for here in range(6)]
+    assert positions == sorted(set(positions))
+    for part in parts:
+        assert_part_of(part, images, positions)
+        assert len(part.labels) == 6
+
+
+def test_a_small_set_is_left_whole(images: ImageSet) -> None:
+    assert at_most(images, 20) is images
+    assert at_most(images, 1000) is images
+
+
+def test_no_labels_stay_no_labels() -> None:
+    bare = ArrayImages("bare", torch.zeros(9, 3, 4, 4, dtype=torch.uint8))
+    assert at_most(bare, 3).labels is None
+    assert Subset(bare, torch.tensor([1])).labels is None

@@ -1,0 +1,220 @@
+"""The loop itself: what it tells, when it saves, and that accumulation is what it says."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from helpers import make_images, write_recipe
+from xmoco.config import load_config
+from xmoco.data import Batches, open_images
+from xmoco.errors import UserError
+from xmoco.methods import build_method
+from xmoco.train import loop
+from xmoco.train.engine import build_fabric
+from xmoco.train.loop import Spectator, Training
+from xmoco.train.run_folder import RunFolder
+
+
+class Notes(Spectator):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.values: dict[int, dict[str, float]] = {}
+        self.epochs: list[tuple[int, int]] = []
+
+    def on_step(self, step: int) -> None:
+        self.steps.append(step)
+
+    def on_values(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
+        assert epoch == step / 4
+        self.values[step] = dict(values)
+
+    def on_epoch(self, epoch: int, step: int) -> None:
+        self.epochs.append((epoch, step))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    images = make_images(tmp_path / "images", each=16)
+    return write_recipe(tmp_path / "fast.yaml", images)
+
+
+def new_training(recipe: Path, *changes: str) -> Training:
+    """4 steps per epoch."""
+    config = load_config(recipe, changes)
+    fabric = build_fabric(config.run)
+    torch.manual_seed(0)
+    method = build_method(config.model, config.method)
+    images = open_images(config.data, "train")
+    assert images is not None
+    batches = Batches(images, batch=config.train.batch, seed=0, device=fabric.device)
+    folder = recipe.parent / "run"
+    folder.mkdir(exist_ok=True)
+    return Training(config, fabric, method, batches, RunFolder(folder))
+
+
+def test_everything_is_told_in_order(recipe: Path) -> None:
+    training, notes = new_training(recipe, "epochs=3", "log_every=5"), Notes()
+    training.train(notes)
+    assert notes.steps == list(range(1, 13))
+    assert list(notes.values) == [5, 10, 12]
+    assert notes.epochs == [(1, 4), (2, 8), (3, 12)]
+    for step, values in notes.values.items():
+        assert values["learning_rate"] == training.rate(step - 1)
+    assert training.step == training.total_steps == 12
+    training.train(notes)  # nothing left to do
+    assert len(notes.steps) == 12
+
+
+def test_logged_losses_are_averages(recipe: Path) -> None:
+    every, fourth = Notes(), Notes()
+    new_training(recipe, "log_every=1").train(every)
+    new_training(recipe, "log_every=4").train(fourth)
+    for step in (4, 8):
+        for name in ("loss", "loss/labels_source", "loss/consistency_target"):
+            mean = sum(every.values[s][name] for s in range(step - 3, step + 1)) / 4
+            assert fourth.values[step][name] == pytest.approx(mean, rel=1e-5)
+
+
+def test_the_optimiser_uses_the_schedule(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = new_training(recipe, "epochs=2", "warmup_epochs=0.5", "cosine_offset=0.0")
+    used: list[float] = []
+    training.optimizer.register_step_post_hook(
+        lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"])
+    )
+    training.train(Spectator())
+    peak = 0.0675 * 16 / 256
+    assert training.peak_rate == pytest.approx(peak)
+    assert used == [training.rate(step) for step in range(8)]
+    assert used[:3] == pytest.approx([peak / 2, peak, peak])
+    assert 0 < used[-1] < used[-2] < peak
+
+
+def test_momentum_keys_and_momentum_encoder_get_no_gradient(recipe: Path) -> None:
+    training = new_training(recipe)
+    learned = {id(p) for group in training.optimizer.param_groups for p in group["params"]}
+    names = {name for name, p in training.method.named_parameters() if id(p) in learned}
+    assert names == {f"encoder.{name}" for name, _ in training.method.encoder.named_parameters()}
+
+
+def test_accumulated_gradients_are_the_mean_over_parts(recipe: Path) -> None:
+    """By hand, part after part, as the loop does it."""
+    training = new_training(recipe, "accumulate=2", "method=mocov2plus")
+    by_hand = new_training(recipe, "method=mocov2plus")
+    assert_close(dict(training.method.named_parameters()), dict(by_hand.method.named_parameters()))
+    gradients: list[list[torch.Tensor]] = []
+    training.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: gradients.append(
+            [p.grad.clone() for p in optimizer.param_groups[0]["params"]]
+        )
+    )
+    batch = next(training.batches.from_step(0))
+    training.method.train()
+    step = training._advance(batch, measure=False)
+    by_hand.method.train()
+    x_s, x_t = by_hand.views(batch, 0)
+    losses = []
+    for part in (slice(0, 8), slice(8, 16)):
+        loss = by_hand.method(x_s[part], x_t[part]).loss
+        (loss / 2).backward()
+        losses.append(loss.detach())
+    expected = [p.grad for p in by_hand.method.encoder.parameters()]
+    assert_close(gradients[0], expected)
+    assert_close(step.loss, torch.stack(losses).mean())
+
+
+def test_views_of_a_step_are_a_function_of_it(recipe: Path) -> None:
+    one, other = new_training(recipe), new_training(recipe)
+    batch = next(one.batches.from_step(3))
+    for first, second in zip(one.views(batch, 3), other.views(batch, 3), strict=True):
+        assert torch.equal(first, second)
+    x_s, x_t = one.views(batch, 3)
+    assert x_s.shape == (16, 3, 16, 16)
+    assert not torch.equal(x_s, x_t)
+    assert not torch.equal(x_s, one.views(batch, 4)[0])
+
+
+def test_saving_and_restoring(recipe: Path) -> None:
+    training = new_training(recipe)
+    assert not training.restore()
+    training.train(Spectator())
+    fresh = new_training(recipe)
+    assert fresh.restore()
+    assert (fresh.step, fresh.seconds) == (8, training.seconds)
+    trained, restored = training.method.state_dict(), fresh.method.state_dict()
+    assert all(torch.equal(value, restored[name]) for name, value in trained.items())
+
+
+def test_restoring_another_model(recipe: Path) -> None:
+    new_training(recipe).save()
+    with pytest.raises(UserError, match="belongs to another configuration"):
+        new_training(recipe, "feature_size=8").restore()
+
+
+def test_weights_that_are_no_numbers_are_not_saved(recipe: Path) -> None:
+    training = new_training(recipe)
+    training.save()
+    training.step = 3
+    with torch.no_grad():
+        training.method.encoder.backbone.conv1.weight[0, 0, 0, 0] = torch.nan
+    with pytest.raises(UserError, match="no longer a number at step 3"):
+        training.save()
+    (path,) = training.run.checkpoints.paths()
+    assert path.name == "step-000000000.ckpt"
+
+
+@pytest.mark.parametrize("spoilt", ["loss", "parameter"])
+def test_a_loss_that_is_no_number_stops_the_run(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, spoilt: str
+) -> None:
+    training = new_training(recipe, "log_every=2", "epochs=1")
+    advance = Training._advance
+
+    def spoil(self: Training, *arguments: Any, **options: Any) -> Any:
+        step = advance(self, *arguments, **options)
+        if self.step == 1 and spoilt == "loss":
+            return step._replace(loss=step.loss * torch.nan)
+        if self.step == 1:
+            with torch.no_grad():
+                next(self.method.encoder.parameters()).fill_(torch.inf)
+        return step
+
+    monkeypatch.setattr(Training, "_advance", spoil)
+    with pytest.raises(UserError, match="no longer a number"):
+        training.train(Spectator())
+    assert training.step <= 4
+    assert training.run.checkpoints.paths() == []
+
+
+class TestSaveClock:
+    """Epoch ends are saved unless that would cost more than a small share of the time."""
+
+    def clock(self, monkeypatch: pytest.MonkeyPatch, interval: float) -> tuple[Any, list[float]]:
+        now = [0.0]
+        monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
+        return loop._SaveClock(interval), now
+
+    def test_by_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock, now = self.clock(monkeypatch, 60)
+        now[0] = 59
+        assert not clock.due(epoch_over=False)
+        now[0] = 60
+        assert clock.due(epoch_over=False)
+
+    def test_by_epoch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        clock, now = self.clock(monkeypatch, 60)
+
+        def slow_save() -> None:
+            now[0] += 0.5
+
+        now[0] = 1
+        assert clock.due(epoch_over=True)  # what saving costs is not known yet
+        clock.time(slow_save)
+        now[0] += 10
+        assert not clock.due(epoch_over=True)  # 0.5 of 10 seconds is more than 2 %
+        now[0] += 20
+        assert clock.due(epoch_over=True)
+        assert not clock.due(epoch_over=False)
