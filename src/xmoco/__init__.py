@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xmoco.errors import UserError as UserError
+    from xmoco.evaluate.judge import evaluate_finetune as evaluate_finetune
     from xmoco.evaluate.judge import evaluate_knn as evaluate_knn
+    from xmoco.evaluate.judge import evaluate_linear as evaluate_linear
     from xmoco.losses import XMoCoLoss as XMoCoLoss
     from xmoco.nn.weights import load_backbone as load_backbone
     from xmoco.pretraining import pretrain as pretrain
@@ -22,12 +24,22 @@ if TYPE_CHECKING:
 _WHERE = {
     "UserError": "xmoco.errors",
     "XMoCoLoss": "xmoco.losses",
+    "evaluate_finetune": "xmoco.evaluate.judge",
     "evaluate_knn": "xmoco.evaluate.judge",
+    "evaluate_linear": "xmoco.evaluate.judge",
     "load_backbone": "xmoco.nn.weights",
     "pretrain": "xmoco.pretraining",
 }
 
-__all__ = ["UserError", "XMoCoLoss", "evaluate_knn", "load_backbone", "pretrain"]
+__all__ = [
+    "UserError",
+    "XMoCoLoss",
+    "evaluate_finetune",
+    "evaluate_knn",
+    "evaluate_linear",
+    "load_backbone",
+    "pretrain",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,9 +1,12 @@
 """The command line: one verb per command, no logic. Heavy imports wait until a command runs."""
 
 import os
+import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 # torch's CPU threads spin while they wait; on a busy machine that makes every operation a hundred
 # times slower. A short spin costs nothing when the machine is free.
@@ -11,7 +14,20 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import typer
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from xmoco.records import Record
+
+STOPPED = "stopped; a run that has begun goes on with --resume."
 
 app = typer.Typer(
     help="Turn unlabelled images into a strong vision backbone, and measure how strong it is.",
@@ -88,47 +104,121 @@ def pretrain(
         _print(f"\nweights  {result.weights}\nreport   {result.report}")
 
 
+Weights = Annotated[
+    str,
+    typer.Argument(
+        help="A run folder, a file of weights (ours or a public checkpoint), `torchvision:NAME` "
+        "or `timm:NAME`."
+    ),
+]
+LabelledData = Annotated[
+    str,
+    typer.Argument(
+        help="Labelled images: a folder or archive with one subfolder per class (in train/ and "
+        "val/, if there are two splits), `patterns`, or `torchvision:NAME`."
+    ),
+]
+Device = Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda` or `mps`.")]
+Precision = Annotated[str, typer.Option(help="`fp32` or `bf16`.")]
+Root = Annotated[str, typer.Option(help="Where torchvision sets are kept.")]
+Download = Annotated[bool, typer.Option("--download", help="Download a torchvision set.")]
+Seed = Annotated[int, typer.Option(help="Order of images, crops and first weights.")]
+RecordsFile = Annotated[
+    Path | None, typer.Option("--records", help="Append the records to this .jsonl file.")
+]
+
+
 @evaluate.command(
-    epilog="Example: `xmoco evaluate knn runs/demo/xmoco patterns` · "
+    epilog="Examples: `xmoco evaluate knn runs/demo/xmoco patterns` · "
     "`xmoco evaluate knn backbone.safetensors photos/ --k 20`"
 )
 def knn(
-    weights: Annotated[Path, typer.Argument(help="A run folder or a backbone.safetensors.")],
-    data: Annotated[
-        str,
-        typer.Argument(
-            help="Labelled images: a folder or archive with one subfolder per class (in train/ and "
-            "val/, if there are two splits), `patterns`, or `torchvision:NAME`."
-        ),
-    ],
+    weights: Weights,
+    data: LabelledData,
     k: Annotated[
         list[int] | None, typer.Option("--k", help="Neighbours that vote; may be given repeatedly.")
     ] = None,
     temperature: Annotated[float, typer.Option(help="Votes weigh exp(similarity / this).")] = 0.1,
-    device: Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda` or `mps`.")] = "auto",
-    records: Annotated[
-        Path | None, typer.Option(help="Append the records to this .jsonl file.")
-    ] = None,
+    device: Device = "auto",
+    root: Root = "data",
+    download: Download = False,
+    records: RecordsFile = None,
 ) -> None:
     """Weighted k-nearest-neighbour accuracy of frozen features.
 
     Test images are judged by training images; with one split only, each image by all the others.
     """
-    from xmoco.evaluate.judge import evaluate_knn
-    from xmoco.records import append_records
+    from xmoco.evaluate.judge import Place, evaluate_knn
 
     found = evaluate_knn(
-        weights, data, ks=k or (10, 20, 100, 200), temperature=temperature, device=device
+        weights,
+        data,
+        ks=k or (10, 20, 100, 200),
+        temperature=temperature,
+        place=Place(device=device, root=root, download=download),
     )
-    protocol = found[0].protocol
-    table = Table(title=f"kNN on {protocol['data']}, {protocol['split']}", title_justify="left")
-    table.add_column("k", justify="right")
-    table.add_column("top-1", justify="right")
-    for record in found:
-        table.add_row(str(record.protocol["k"]), f"{record.value:.2f} %")
-    Console().print(table)
-    if records is not None:
-        append_records(records, found)
+    rows = [(f"top-1, k = {record.protocol['k']}", record) for record in found]
+    _show_records(f"kNN on {found[0].protocol['data']}", rows, records)
+
+
+@evaluate.command(
+    epilog="Example: `xmoco evaluate linear runs/cifar10 torchvision:CIFAR10 --preset moco`"
+)
+def linear(
+    weights: Weights,
+    data: LabelledData,
+    preset: Annotated[
+        str, typer.Option(help="`paper` (batch 512, rate 60) or `moco` (batch 256, rate 30).")
+    ] = "paper",
+    epochs: Annotated[
+        int | None, typer.Option(help="Fewer than the protocol's 100, named in the record.")
+    ] = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    precision: Precision = "fp32",
+    root: Root = "data",
+    download: Download = False,
+    records: RecordsFile = None,
+) -> None:
+    """Accuracy of a linear classifier on the frozen backbone (random crops and flips)."""
+    from xmoco.evaluate.judge import Place, evaluate_linear
+
+    place = Place(device=device, precision=precision, root=root, download=download)
+    with _bar("linear") as on_step:
+        found = evaluate_linear(
+            weights, data, preset=preset, epochs=epochs, seed=seed, place=place, on_step=on_step
+        )
+    _show_classification(found, records)
+
+
+@evaluate.command(
+    epilog="Example: `xmoco evaluate finetune runs/cifar10 torchvision:CIFAR10 --fraction 0.1`"
+)
+def finetune(
+    weights: Weights,
+    data: LabelledData,
+    fraction: Annotated[
+        float, typer.Option(help="Share of the labels of every class, by a fixed rule.")
+    ] = 1.0,
+    epochs: Annotated[
+        int | None, typer.Option(help="Fewer than the protocol's 20, named in the record.")
+    ] = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    precision: Precision = "fp32",
+    root: Root = "data",
+    download: Download = False,
+    records: RecordsFile = None,
+) -> None:
+    """Accuracy after fine-tuning the backbone end to end, on all labels or a share of them."""
+    from xmoco.evaluate.judge import Place, evaluate_finetune
+
+    place = Place(device=device, precision=precision, root=root, download=download)
+    with _bar("fine-tune") as on_step:
+        found = evaluate_finetune(
+            weights, data, fraction=fraction, epochs=epochs, seed=seed, place=place, on_step=on_step
+        )
+    _show_classification(found, records)
 
 
 @app.command(
@@ -188,24 +278,30 @@ def main() -> None:
     """Run a command; a user's mistake is one sentence and exit status 2."""
     from xmoco.errors import Interrupted, UserError
 
+    # While a run trains, it handles these itself and saves; this is for before and after.
+    signal.signal(signal.SIGTERM, lambda *_: _fail(STOPPED, status=143))
     try:
         app()
+    except SystemExit as end:
+        if end.code == 130:  # typer's answer to Ctrl-C
+            _fail(STOPPED, status=130)
+        raise
     except UserError as error:
         _fail(str(error), status=2)
     except Interrupted as stop:
-        if not _first_process():
-            sys.exit(0)
-        _fail(str(stop), status=128 + stop.signal_number)
-    except KeyboardInterrupt:
-        _fail("stopped.", status=130)
+        _fail(str(stop), status=128 + stop.signal_number if _first_process() else 0)
     except OSError as error:
-        if error.filename is None and error.errno is None:
+        if error.errno is None:
             raise
         where = f": {error.filename}" if error.filename else ""
-        _fail(f"{error.strerror or error}{where}.", status=2)
+        _fail(f"{error.strerror}{where}.", status=2)
+    except Exception:
+        if _first_process():
+            raise
+        sys.exit(1)  # another process has the story; this one only lost its partner
 
 
-def _fail(sentence: str, status: int) -> None:
+def _fail(sentence: str, status: int) -> NoReturn:
     if _first_process():
         print(f"xmoco: {sentence}", file=sys.stderr)
     sys.exit(status)
@@ -213,6 +309,47 @@ def _fail(sentence: str, status: int) -> None:
 
 def _print(text: str) -> None:
     Console().print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _bar(title: str) -> Iterator[Callable[[int, int, float], None]]:
+    """A progress bar with time left and loss; call the result with steps, total and loss."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("elapsed"),
+        TimeRemainingColumn(),
+        TextColumn("left  loss {task.fields[loss]:.3f}"),
+    )
+    with Progress(*columns) as progress:
+        task = progress.add_task(title, total=None, loss=float("nan"))
+        yield lambda done, total, loss: progress.update(
+            task, completed=done, total=total, loss=loss
+        )
+
+
+def _show_classification(found: list["Record"], file: Path | None) -> None:
+    protocol = found[0].protocol
+    rows = [(record.measure.rpartition("_")[2].replace("top", "top-"), record) for record in found]
+    _show_records(f"{protocol['name']} on {protocol['data']}", rows, file)
+
+
+def _show_records(title: str, rows: list[tuple[str, "Record"]], file: Path | None) -> None:
+    from xmoco.records import append_records
+
+    records = [record for _, record in rows]
+    protocol = records[0].protocol
+    caption = f"{protocol['split']}, {protocol['judged_images']:,} images; {protocol['weights']}"
+    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    table.add_column("measure")
+    table.add_column("accuracy", justify="right")
+    for name, record in rows:
+        table.add_row(name, f"{record.value:.2f} %")
+    Console().print(table)
+    if file is not None:
+        append_records(file, records)
 
 
 def _first_process() -> bool:
