@@ -1,5 +1,6 @@
 """A part of a set keeps images, labels and names together."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from helpers import make_images
 from xmoco.config import DataConfig
 from xmoco.data import ArrayImages, ImageSet, open_images
 from xmoco.data.batches import resident
-from xmoco.data.subset import Subset, at_most
+from xmoco.data.subset import Subset, at_most, labelled_share
+from xmoco.errors import UserError
 
 
 @pytest.fixture
@@ -58,3 +60,32 @@ def test_no_labels_stay_no_labels() -> None:
     bare = ArrayImages("bare", torch.zeros(9, 3, 4, 4, dtype=torch.uint8))
     assert at_most(bare, 3).labels is None
     assert Subset(bare, torch.tensor([1])).labels is None
+
+
+def test_a_labelled_share_takes_the_same_part_of_every_class() -> None:
+    labels = torch.arange(200) % 4
+    images = ArrayImages("set", torch.zeros(200, 3, 2, 2, dtype=torch.uint8), labels, tuple("abcd"))
+    tenth = labelled_share(images, 0.1)
+    assert tenth.labels is not None
+    assert tenth.labels.bincount().tolist() == [5, 5, 5, 5]
+    assert len(labelled_share(images, 0.001)) == 4  # at least one of each
+    assert len(labelled_share(images, 1.0)) == 200
+
+
+def test_a_labelled_share_follows_its_published_rule() -> None:
+    pixels = torch.arange(12, dtype=torch.uint8)[:, None, None, None].expand(12, 3, 1, 1)
+    labels = torch.tensor([0, 1] * 6)
+    images = ArrayImages("set", pixels.clone(), labels, ("cat", "dog"))
+    chosen = []
+    for label, name in enumerate(("cat", "dog")):
+        ranks = {i: hashlib.blake2b(f"{name}/{i}".encode()).digest() for i in range(6)}
+        first = sorted(ranks, key=lambda i: ranks[i])[:2]
+        chosen += [label + 2 * i for i in first]
+    share = labelled_share(images, 1 / 3)
+    assert sorted(int(share.read(i)[0, 0, 0]) for i in range(len(share))) == sorted(chosen)
+
+
+def test_a_share_needs_labels() -> None:
+    images = ArrayImages("set", torch.zeros(4, 3, 2, 2, dtype=torch.uint8))
+    with pytest.raises(UserError, match="no labels"):
+        labelled_share(images, 0.5)

@@ -1,12 +1,15 @@
 """Judging weights from Python: records, splits, and mistakes."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 import xmoco
-from helpers import make_images
+from helpers import make_images, run_cli
+from xmoco.evaluate.judge import Place
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
 
@@ -56,3 +59,65 @@ def test_mistakes(
     images = make_images(tmp_path / "images", each=2)
     with pytest.raises(xmoco.UserError, match=words):
         xmoco.evaluate_knn(weights, images, **changes)
+
+
+@pytest.fixture
+def two_splits(tmp_path: Path) -> Path:
+    make_images(tmp_path / "both" / "train", each=8)
+    make_images(tmp_path / "both" / "val", each=4)
+    return tmp_path / "both"
+
+
+def test_linear_records_name_their_protocol(weights: Path, two_splits: Path) -> None:
+    top1, top5 = xmoco.evaluate_linear(weights, two_splits, preset="moco", epochs=2, seed=3)
+    assert (top1.measure, top5.measure) == ("linear_top1", "linear_top5")
+    assert 0 <= top1.value <= top5.value == 100
+    protocol = top1.protocol
+    assert protocol["name"] == "linear (MoCo), 2 epochs"
+    assert (protocol["head_rate"], protocol["backbone_rate"]) == (30.0, 0.0)
+    assert (protocol["train_images"], protocol["judged_images"]) == (32, 16)
+    assert (protocol["label_fraction"], top1.seed) == (1.0, 3)
+    assert "layout xmoco" in protocol["weights"]
+
+
+def test_fine_tuning_on_a_share_of_the_labels(weights: Path, two_splits: Path) -> None:
+    before = weights.read_bytes()
+    top1, _ = xmoco.evaluate_finetune(weights, two_splits, fraction=0.25, epochs=1)
+    assert top1.measure == "finetune_top1"
+    assert (top1.protocol["train_images"], top1.protocol["label_fraction"]) == (8, 0.25)
+    assert weights.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("function", "changes", "words"),
+    [
+        (xmoco.evaluate_linear, {"preset": "papier"}, "did you mean paper"),
+        (xmoco.evaluate_linear, {"epochs": 0}, "at least 1"),
+        (xmoco.evaluate_finetune, {"fraction": 0.0}, "fraction"),
+        (xmoco.evaluate_finetune, {"fraction": 1.5}, "fraction"),
+        (xmoco.evaluate_finetune, {"place": Place(precision="fp8")}, "fp8"),
+    ],
+)
+def test_mistakes_with_classifiers(
+    weights: Path, two_splits: Path, function: Callable, changes: dict, words: str
+) -> None:
+    with pytest.raises(xmoco.UserError, match=words):
+        function(weights, two_splits, **changes)
+
+
+def test_a_classifier_needs_a_test_split(weights: Path, tmp_path: Path) -> None:
+    images = make_images(tmp_path / "one", each=4)
+    with pytest.raises(xmoco.UserError, match="no test split"):
+        xmoco.evaluate_linear(weights, images, epochs=1)
+
+
+@pytest.mark.parametrize("command", ["linear", "finetune"])
+def test_classifiers_from_the_command_line(
+    weights: Path, two_splits: Path, tmp_path: Path, command: str
+) -> None:
+    kept = tmp_path / "kept.jsonl"
+    outcome = run_cli("evaluate", command, weights, two_splits, "--epochs", "1", "--records", kept)
+    assert outcome.status == 0, outcome.stderr
+    assert "top-1" in outcome.stdout
+    measures = [json.loads(line)["measure"] for line in kept.read_text().splitlines()]
+    assert measures == [f"{command}_top1", f"{command}_top5"]
