@@ -119,7 +119,7 @@ def test_pretraining_from_python_has_real_settings(
 
 def test_there_are_commands_of_every_kind() -> None:
     verbs = {line.split()[0] for line in xmoco_commands()}
-    assert verbs == {"--help", "pretrain", "evaluate", "demo", "settings"}
+    assert verbs == {"--help", "pretrain", "evaluate", "export", "demo", "settings"}
 
 
 @pytest.mark.parametrize("line", xmoco_commands())

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Self, cast
 
 from rich.console import Console
@@ -46,13 +45,8 @@ class Witness(Spectator):
         self.progress.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.progress.__exit__(kind, error, traceback)
+    def __exit__(self, *error: object) -> None:
+        self.progress.__exit__(*error)
         self.events.close()
 
     @property

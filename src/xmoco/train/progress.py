@@ -8,7 +8,6 @@ place; in a log file one line per epoch or so, so that 200 epochs are still plea
 from collections.abc import Mapping
 from dataclasses import dataclass
 from time import monotonic
-from types import TracebackType
 from typing import NamedTuple, Self
 
 from rich.console import Console, Group, RenderableType
@@ -125,12 +124,7 @@ class Progress:
             self.note(self._title)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._live:
             self._live.stop()
         elif self._values and (self._said_step, self._said_knn) != (self._step, self._knn):
