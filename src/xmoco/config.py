@@ -364,7 +364,7 @@ def _find_field(key: str) -> tuple[str, str] | None:
 
 def _method_section(name: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """Settings for another method: what the recipe says for this one is kept where it fits."""
-    kind = METHODS.get(name)
+    kind = METHODS.get(name) if isinstance(name, str) else None
     known = (
         settings if kind is None else {k: v for k, v in settings.items() if k in kind.model_fields}
     )

@@ -36,7 +36,8 @@ def open_images(data: DataConfig, split: Literal["train", "test"]) -> ImageSet |
 
 
 def _open_path(data: DataConfig, split: Literal["train", "test"]) -> ImageSet | None:
-    source = Path(data.source).expanduser()
+    # Unlike Path.expanduser, this leaves ~nobody alone, so that it is reported as not there.
+    source = Path(os.path.expanduser(data.source))  # noqa: PTH111
     if not data.source or not os.path.exists(source):  # noqa: PTH110
         raise UserError(f"there is no folder or archive {data.source!r}{_nearest_source(source)}")
     tree = FolderTree(source) if source.is_dir() else open_tar(source)

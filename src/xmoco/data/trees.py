@@ -152,7 +152,7 @@ def _places(file: IO[bytes]) -> dict[str, tuple[int, int]]:
             else:
                 continue
             parts = [part for part in member.name.split("/") if part not in ("", ".")]
-            if all(map(_is_visible, parts)) and _is_image(parts[-1]):
+            if parts and all(map(_is_visible, parts)) and _is_image(parts[-1]):
                 places["/".join(parts)] = names[member.name]
         # tarfile takes a broken header for the end of the archive; a real end is a block of zeros.
         file.seek(archive.offset)

@@ -31,7 +31,8 @@ def knn_accuracy(
     classes = int(max(bank_labels.max(), judged.max())) + 1
     right = dict.fromkeys(ks, 0)
     for first, similarities, neighbours in nearest_neighbours(bank, queries, max(ks)):
-        weights = (similarities / temperature).exp()
+        # Relative to the nearest, so that a low temperature does not overflow.
+        weights = ((similarities - similarities[:, :1]) / temperature).exp()
         voted = bank_labels.to(neighbours.device)[neighbours]
         truth = judged[first : first + len(voted)].to(voted.device)
         for k in ks:

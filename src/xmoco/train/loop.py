@@ -5,6 +5,7 @@ depends on is in the checkpoint; so a resumed run equals an uninterrupted one bi
 """
 
 import math
+import shlex
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -147,7 +148,7 @@ class Training:
                         raise Interrupted(
                             signal_number,
                             f"after step {self.step} of {self.total_steps}",
-                            f"xmoco pretrain --resume --out {self.run.path}",
+                            f"xmoco pretrain --resume --out {shlex.quote(str(self.run.path))}",
                         )
 
     def rate(self, step: int) -> float:
