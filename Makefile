@@ -1,5 +1,5 @@
 # Two commands do everything on a machine that has only Python 3.11+, make and git:
-#   make demo    train XMoCo on the embedded images and compare it with MoCo v2+ (about 6 minutes, no GPU)
+#   make demo    train XMoCo on the embedded images and compare it with MoCo v2+ (about 4 minutes on two cores)
 #   make test    style, types and tests
 PYTHON ?= python3
 BIN := .venv/bin

@@ -80,7 +80,7 @@ def pretrain(*arguments: str | Path) -> Outcome:
     [
         (["--data", "nowhere"], ["nowhere"]),
         (["--data", "pattern"], ["did you mean patterns?"]),
-        (["--data", "empty"], ["no images in empty", "png"]),
+        (["--data", "empty"], ["there are no images in", "png"]),
         (["--data", "fast.yaml"], ["fast.yaml is neither a folder nor a whole tar archive"]),
         (["--data", "torchvision:CIFAR11"], ["CIFAR11", "did you mean", "CIFAR10"]),
         (["--data", "torchvision:CIFAR10"], ["CIFAR10", "download=true"]),
@@ -88,7 +88,7 @@ def pretrain(*arguments: str | Path) -> Outcome:
         (["--recipe", "other.yaml"], ["cannot read the recipe other.yaml"]),
         (["--recipe", "broken.yaml"], ["broken.yaml is not valid yaml"]),
         (["--recipe", "list.yaml"], ["list.yaml must hold sections"]),
-        (["--recipe", "typo.yaml"], ["'train.epoch' (did you mean epochs?)"]),
+        (["--recipe", "typo.yaml"], ["'train.epoch' (did you mean train.epochs?)"]),
         (["--recipe", "orphan.yaml"], ["unknown recipe 'nobody'"]),
         (["--recipe", "own.yaml"], ["own.yaml inherits from itself"]),
         (["--recipe", "many.yaml"], ["many.yaml must inherit from one recipe"]),
@@ -98,7 +98,7 @@ def pretrain(*arguments: str | Path) -> Outcome:
         (["epochs"], ["'epochs' is not of the form key=value"]),
         (["method=moco"], ["unknown method 'moco'", "xmoco, mocov2plus"]),
         (["epochs=ten"], ["train.epochs = 'ten'"]),
-        (["method=mocov2plus", "sharpness=2.0"], ["method.sharpness"]),
+        (["method=mocov2plus", "sharpness=2.0"], ["mocov2plus has no setting sharpness"]),
         (["batch=129"], ["128 images", "batch of 129", "largest batch possible is 128"]),
         (["batch=18", "accumulate=4"], ["batch of 18 cannot be shared equally by 4 parts"]),
         (["batch_norm=shuffled"], ["batch_norm=split"]),
@@ -270,7 +270,7 @@ DAMAGE = {
     ),
     "parts missing": (
         lambda path: torch.save({"format": torch.load(path)["format"], "step": 8}, path),
-        "belongs to another configuration",
+        "belongs to other settings",
     ),
     "wrong types": (
         lambda path: torch.save(torch.load(path) | {"method": 3, "optimizer": []}, path),

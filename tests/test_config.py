@@ -4,19 +4,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from xmoco.config import (
+    OTHER_NAMES,
     Config,
     MoCoV2PlusConfig,
     XMoCoConfig,
     all_fields,
-    config_from_settings,
     config_yaml,
     differences,
     load_config,
+    read_config,
     read_recipe,
     recipe_names,
     setting_descriptions,
@@ -73,6 +73,55 @@ def test_files_inherit_from_recipes_and_files(tmp_path: Path, monkeypatch: Any) 
     assert read_recipe("middle.yaml")["views"] == read_recipe("demo")["views"]
 
 
+def test_a_file_is_looked_for_beside_its_heir(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("rec").mkdir()
+    Path("base.yaml").write_text("train: {epochs: 1}\n")
+    Path("rec/base.yaml").write_text("train: {epochs: 2}\n")
+    Path("rec/near.yaml").write_text("inherits: base.yaml\n")
+    Path("rec/far.yaml").write_text("inherits: ../base.yaml\n")
+    assert load_config("rec/near.yaml").train.epochs == 2
+    assert load_config("rec/far.yaml").train.epochs == 1
+
+
+def test_a_recipe_for_another_method_drops_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "plain.yaml").write_text("inherits: imagenet\nmethod: mocov2plus\n")
+    config = load_config(tmp_path / "plain.yaml")
+    assert isinstance(config.method, MoCoV2PlusConfig)
+    assert config.method.bank_length == load_config("imagenet").method.bank_length
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("inherits: ../here/mine.yaml", "inherits from itself"),
+        ("inherits: gone.yaml", "gone.yaml: No such file"),
+        ("inherits: imagnet", "did you mean imagenet?"),
+        ("inherits: [demo]", "must inherit from one recipe by name"),
+        ("train: [", "mine.yaml is not valid yaml"),
+        ("train: 2024-13-45", "mine.yaml is not valid yaml"),
+        ("- 3", "must hold sections such as `train:`, not list"),
+        ("train: 3", "train must hold keys and values, not 3"),
+        ("1: {epochs: 3}", "unknown key '1'"),
+        ("train: {1: 3}", "unknown key 'train.1'"),
+        ("train: {epoch: 3}", "unknown key 'train.epoch' (did you mean train.epochs?)"),
+        ("optim: {lr: 3}", "unknown key 'optim.lr' (did you mean learning_rate?)"),
+        ("trian: {epochs: 3}", "unknown key 'trian' (did you mean train?)"),
+        ("data: {source: 3}", "data.source = 3: must be text"),
+        ("method: {name: mocov2plus, history: none}", "mocov2plus has no setting history"),
+        ("method: {name: moco}", "unknown method 'moco'"),
+    ],
+)
+def test_mistakes_in_a_recipe_are_named(tmp_path: Path, content: str, words: str) -> None:
+    file = tmp_path / "here" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text(content)
+    with pytest.raises(UserError) as caught:
+        load_config(file)
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_an_empty_recipe_is_all_defaults(tmp_path: Path) -> None:
     (tmp_path / "empty.yaml").write_text("")
     assert load_config(tmp_path / "empty.yaml") == load_config() == Config()
@@ -95,7 +144,11 @@ def test_overrides_win_in_their_order() -> None:
     )
     assert (config.train.epochs, config.train.batch, config.train.seed) == (4, 8, 5)
     assert config.views.crop_scale == (0.3, 0.9)
-    assert load_config("demo", ["source=a=b"]).data.source == "a=b"
+
+
+@pytest.mark.parametrize("text", ["a=b", "a #b", "123", "1e5", "no", "null", "[x", "{a: 1}", "~"])
+def test_text_is_taken_as_it_is(text: str) -> None:
+    assert load_config("demo", [f"source={text}"]).data.source == text
 
 
 def test_another_method_keeps_what_fits() -> None:
@@ -105,13 +158,25 @@ def test_another_method_keeps_what_fits() -> None:
     back = load_config("demo", ["method=mocov2plus", "method.name=xmoco", "positive_mass=0.5"])
     assert isinstance(back.method, XMoCoConfig)
     assert back.method.positive_mass == 0.5
+    assert isinstance(load_config("imagenet", ["method=mocov2plus"]).method, MoCoV2PlusConfig)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [["sharpness=3", "method=mocov2plus"], ["method.name=mocov2plus", "method.sharpness=3"]],
+)
+def test_a_setting_of_another_method_is_refused_in_any_order(changes: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        load_config("imagenet", [*changes, "hue=3", "epoch=1"])
+    for words in ("mocov2plus has no setting sharpness", "views.hue = 3", "did you mean epochs?"):
+        assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ("epochs=0", "train.epochs = 0"),
-        ("epochs=2.5", "train.epochs = 2.5"),
+        ("epochs=2.5", "train.epochs = 2.5: must be a whole number"),
         ("epochs=true", "train.epochs"),
         ("batch=1", "train.batch = 1"),
         ("temperature=0", "method.temperature"),
@@ -121,13 +186,23 @@ def test_another_method_keeps_what_fits() -> None:
         ("head_layers=6", "model.head_layers"),
         ("backbone=resnet19", "model.backbone"),
         ("crop_scale=[0, 1]", "crop_scale"),
-        ("crop_scale=0.5", "crop_scale"),
+        ("crop_scale=0.5", "views.crop_scale = 0.5: must be two numbers"),
+        ("crop_scale=[0.1, 0.2, 0.3]", "must be two numbers"),
+        ("crop_scale=[a, .nan]", "must be two numbers"),
         ("crop_ratio=[2, 1]", "crop_ratio"),
         ("blur_sigma=[0, 1]", "blur_sigma"),
-        ("blur_kernel=4", "blur_kernel must be odd"),
-        ("std=[0, 1, 1]", "std must be positive"),
-        ("mean=[1, 2]", "views.mean"),
-        ("download=maybe", "data.download"),
+        ("blur_kernel=4", "views.blur_kernel = 4: must be odd"),
+        ("std=[0, 1, 1]", "views.std = [0, 1, 1]: must be positive"),
+        ("mean=[1, 2]", "views.mean = [1, 2]: must be three numbers"),
+        ("download=maybe", "data.download = 'maybe': must be true or false"),
+        ("source=", "data.source = '': must not be empty"),
+        ("method=[1]", "unknown method [1]"),
+        ("epochs=2024-13-45", "train.epochs = '2024-13-45'"),
+        ("lr=1", "did you mean learning_rate?"),
+        ("tau=1", "did you mean temperature?"),
+        ("K=1", "did you mean bank_length?"),
+        ("optim.wd=1", "did you mean weight_decay?"),
+        ("workers=1", "did you mean readers?"),
         ("bank_lenght=3", "did you mean bank_length?"),
         ("trian.epochs=3", "did you mean train.epochs?"),
         ("optim.epochs=3", "unknown key 'optim.epochs'"),
@@ -148,19 +223,77 @@ def test_all_mistakes_at_once() -> None:
         assert words in str(caught.value)
 
 
+def test_all_mistakes_within_a_section_at_once() -> None:
+    wrong = {
+        "crop_scale": "[0.1, 0.2, 0.3]",
+        "crop_ratio": "[2, 1]",
+        "blur_sigma": "[0, 1]",
+        "blur_kernel": "4",
+        "std": "[0, 1, 1]",
+        "hue": "3",
+    }
+    with pytest.raises(UserError) as caught:
+        load_config("demo", [f"{key}={text}" for key, text in wrong.items()])
+    for key, text in wrong.items():
+        assert f"views.{key} = {text}: must be" in str(caught.value)
+
+
+def test_other_names_are_suggestions_for_settings_that_exist() -> None:
+    fields = {field for _, field in all_fields()}
+    assert set(OTHER_NAMES.values()) <= fields
+    assert not set(OTHER_NAMES) & fields
+
+
 @given(
     epochs=st.integers(1, 10**6),
     momentum=st.floats(0, 0.999),
     scale=st.floats(0.01, 1),
-    source=st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"])),
+    source=st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1),
     method=st.sampled_from(["xmoco", "mocov2plus"]),
 )
+@example(epochs=1, momentum=1e-5, scale=0.5, source="1e5", method="xmoco")
 def test_config_yaml_reads_back(
-    epochs: int, momentum: float, scale: float, source: str, method: str
+    tmp_path_factory: pytest.TempPathFactory,
+    epochs: int,
+    momentum: float,
+    scale: float,
+    source: str,
+    method: str,
 ) -> None:
     changes = {"epochs": epochs, "sgd_momentum": momentum, "crop_scale": (scale, 1.0)}
     config = load_config("demo", [f"method={method}"], changes | {"source": source})
-    assert config_from_settings(yaml.safe_load(config_yaml(config))) == config
+    file = tmp_path_factory.getbasetemp() / "config.yaml"
+    file.write_text(config_yaml(config), encoding="utf-8")
+    assert read_config(file) == config
+    assert load_config(file) == config
+
+
+def test_a_config_changed_by_hand_reads_as_a_recipe_does(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("optim: {weight_decay: 1e-4}\n")
+    assert read_config(tmp_path / "config.yaml") == load_config(None, ["weight_decay=1e-4"])
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file"),
+        (b"\xff\xfe\xff", "it is not a text file"),
+        (b"train: [", "it is not valid yaml"),
+        (b"", "it holds no settings"),
+        (b"train: 3", "train = 3: must hold keys and values"),
+        (b"method: 3", "method = 3: must hold keys and values"),
+        (b"train: {epochs: 0}\noptim: {lr: 3}", "train.epochs = 0"),
+    ],
+)
+def test_a_config_that_cannot_be_used(tmp_path: Path, content: bytes | None, words: str) -> None:
+    file = tmp_path / "config.yaml"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError) as caught:
+        read_config(file)
+    assert str(caught.value).startswith(f"{file} cannot be used: ")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_differences_leave_out_where_it_runs() -> None:
@@ -172,6 +305,12 @@ def test_differences_leave_out_where_it_runs() -> None:
     assert "method.history: queries → None" in found
     assert not any(text.startswith("run.") for text in found)
     assert differences(old, old) == []
+
+
+def test_automatic_batch_norm_agrees_with_what_a_run_chose() -> None:
+    auto, split = (load_config("demo", [f"batch_norm={kind}"]) for kind in ("auto", "split"))
+    assert differences(split, auto) == []
+    assert differences(auto, split) == ["model.batch_norm: auto → split"]
 
 
 def test_descriptions_cover_every_field() -> None:

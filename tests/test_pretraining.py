@@ -138,6 +138,7 @@ def test_knn_records_name_their_protocol(finished: tuple[Path, Outcome]) -> None
             "features": "",
             "size": 16,
             "k": 5,
+            "voters": 5,
             "temperature": 0.1,
             "bank_images": 128,
             "judged_images": 128,
@@ -178,8 +179,8 @@ def test_the_backbone_is_the_trained_one(finished: tuple[Path, Outcome], images:
         loaded = xmoco.load_backbone(where)
         assert not loaded.training
         assert torch.equal(
-            backbone_features(loaded, pictures, config.views, device),
-            backbone_features(trained, pictures, config.views, device),
+            backbone_features(loaded, pictures, config.views, device).vectors,
+            backbone_features(trained, pictures, config.views, device).vectors,
         )
     untrained = build_backbone("tiny", "cifar").state_dict()
     assert not torch.equal(loaded.conv1.weight, untrained["conv1.weight"])
@@ -365,4 +366,4 @@ def test_one_unreadable_image_in_a_hundred_is_named_and_replaced(
     (line,) = (run / "unreadable.txt").read_text().splitlines()
     assert line.startswith(f"{broken}\t")
     if resident_gib != "0":
-        assert "warning: 1 images cannot be read and were replaced" in outcome.stdout
+        assert "warning: 1 image could not be read" in outcome.stdout

@@ -287,7 +287,7 @@ def main() -> None:
             _fail(STOPPED, status=130)
         raise
     except UserError as error:
-        _fail(str(error), status=2)
+        _fail(str(error), status=2, alone=error.alone)
     except Interrupted as stop:
         _fail(str(stop), status=128 + stop.signal_number if _first_process() else 0)
     except OSError as error:
@@ -295,14 +295,22 @@ def main() -> None:
             raise
         where = f": {error.filename}" if error.filename else ""
         _fail(f"{error.strerror}{where}.", status=2)
-    except Exception:
-        if _first_process():
+    except Exception as error:
+        if not _lost_partner(error):
             raise
-        sys.exit(1)  # another process has the story; this one only lost its partner
+        _fail("another process of this run has ended; it says why.", status=1)
 
 
-def _fail(sentence: str, status: int) -> NoReturn:
-    if _first_process():
+def _lost_partner(error: Exception) -> bool:
+    """Whether a collective operation failed because another process is gone."""
+    torch = sys.modules.get("torch")
+    several = torch is not None and torch.distributed.is_initialized()
+    return bool(several and isinstance(error, RuntimeError))
+
+
+def _fail(sentence: str, status: int, alone: bool = False) -> NoReturn:
+    """Say why and end. Of several processes the first speaks, unless only this one knows."""
+    if alone or _first_process():
         print(f"xmoco: {sentence}", file=sys.stderr)
     sys.exit(status)
 
@@ -341,13 +349,15 @@ def _show_records(title: str, rows: list[tuple[str, "Record"]], file: Path | Non
 
     records = [record for _, record in rows]
     protocol = records[0].protocol
-    caption = f"{protocol['split']}, {protocol['judged_images']:,} images; {protocol['weights']}"
-    table = Table(title=title, caption=caption, title_justify="left", caption_justify="left")
+    facts = [f"{protocol['split']}, {protocol['judged_images']:,} images", protocol.get("weights")]
+    table = Table()
     table.add_column("measure")
     table.add_column("accuracy", justify="right")
     for name, record in rows:
         table.add_row(name, f"{record.value:.2f} %")
+    _print(title)
     Console().print(table)
+    _print("; ".join(filter(None, facts)))
     if file is not None:
         append_records(file, records)
 

@@ -4,19 +4,43 @@ Every field's description is what ``xmoco settings`` prints, so it is written fo
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+)
+from pydantic.fields import FieldInfo
 
 from xmoco.errors import UserError, nearest
 
+
+def _or_else(wanted: str) -> WrapValidator:
+    """Says what is wanted when a list of numbers is wrong in any way."""
+
+    def check(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError(wanted) from None
+
+    return WrapValidator(check)
+
+
+Text = Annotated[str, Field(min_length=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
-Range = Annotated[tuple[float, float], Field(strict=False)]  # yaml has lists, not tuples
-Rgb = Annotated[tuple[float, float, float], Field(strict=False)]
+# Not strict: yaml has lists, not tuples.
+Range = Annotated[tuple[float, float], Field(strict=False), _or_else("must be two numbers")]
+Rgb = Annotated[tuple[float, float, float], Field(strict=False), _or_else("must be three numbers")]
 
 
 class Section(BaseModel):
@@ -26,7 +50,7 @@ class Section(BaseModel):
 
 
 class DataConfig(Section):
-    source: str = Field(
+    source: Text = Field(
         "patterns",
         description="A folder of images, a .tar, .tar.gz or .tar.xz, `patterns` (embedded), "
         "or a torchvision set by name (`torchvision:CIFAR10`).",
@@ -36,7 +60,7 @@ class DataConfig(Section):
         description="Whether subfolders are classes: `auto` decides from the layout. "
         "Training never sees labels; the kNN monitor does.",
     )
-    root: str = Field("data", description="Where torchvision sets are kept.")
+    root: Text = Field("data", description="Where torchvision sets are kept.")
     download: bool = Field(False, description="Download a torchvision set that is not there yet.")
     short_side: int = Field(
         512,
@@ -73,20 +97,33 @@ class ViewsConfig(Section):
     mean: Rgb = Field((0.485, 0.456, 0.406), description="Subtracted from the channels (0 to 1).")
     std: Rgb = Field((0.228, 0.224, 0.225), description="Divides the channels afterwards.")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        low, high = self.crop_scale
-        if not 0 < low <= high <= 1:
-            raise ValueError(f"crop_scale must be 0 < low ≤ high ≤ 1, not {low}, {high}")
-        if not 0 < self.crop_ratio[0] <= self.crop_ratio[1]:
-            raise ValueError("crop_ratio must be 0 < low ≤ high")
-        if not 0 < self.blur_sigma[0] <= self.blur_sigma[1]:
-            raise ValueError("blur_sigma must be 0 < low ≤ high")
-        if self.blur_kernel % 2 == 0:
-            raise ValueError(f"blur_kernel must be odd, not {self.blur_kernel}")
-        if min(self.std) <= 0:
-            raise ValueError("std must be positive")
-        return self
+    @field_validator("crop_scale")
+    @classmethod
+    def _is_share(cls, share: Range) -> Range:
+        if not 0 < share[0] <= share[1] <= 1:
+            raise ValueError("must be 0 < low ≤ high ≤ 1")
+        return share
+
+    @field_validator("crop_ratio", "blur_sigma")
+    @classmethod
+    def _is_positive_range(cls, limits: Range) -> Range:
+        if not 0 < limits[0] <= limits[1]:
+            raise ValueError("must be 0 < low ≤ high")
+        return limits
+
+    @field_validator("blur_kernel")
+    @classmethod
+    def _is_odd(cls, side: int) -> int:
+        if side % 2 == 0:
+            raise ValueError("must be odd")
+        return side
+
+    @field_validator("std")
+    @classmethod
+    def _is_positive(cls, deviations: Rgb) -> Rgb:
+        if min(deviations) <= 0:
+            raise ValueError("must be positive")
+        return deviations
 
 
 Backbone = Literal[
@@ -210,6 +247,17 @@ class Config(Section):
 
 METHODS: dict[str, type[MoCoConfig]] = {"xmoco": XMoCoConfig, "mocov2plus": MoCoV2PlusConfig}
 
+# What other programs and the paper call some settings: not keys, but we know what is meant.
+OTHER_NAMES = {
+    "lr": "learning_rate",
+    "wd": "weight_decay",
+    "tau": "temperature",
+    "lambda": "sharpness",
+    "xi": "positive_mass",
+    "K": "bank_length",
+    "workers": "readers",
+}
+
 Settings = dict[str, dict[str, Any]]
 
 
@@ -224,26 +272,32 @@ def load_config(
     ``section.field``, or just ``field``: no two sections share a field. All mistakes are reported
     at once, in one ``UserError``.
     """
-    merged: Settings = {} if recipe is None else read_recipe(recipe)
     mistakes: list[str] = []
-    changes: list[tuple[str, Any]] = []
+    asked: list[tuple[str, Any]] = []
     for override in overrides:
         key, equals, text = override.partition("=")
         if equals:
-            changes.append((key.strip(), _parse(text)))
+            asked.append((key.strip(), _parse(key.strip(), text)))
         else:
             mistakes.append(f"{override!r} is not of the form key=value")
-    for key, value in [*changes, *(settings or {}).items()]:
+    changes: Settings = {}
+    for key, value in [*asked, *(settings or {}).items()]:
         path = _find_field(key)
         if path is None:
             known = [name for pair in all_fields() for name in (pair[1], ".".join(pair))]
-            mistakes.append(f"unknown key {key!r}{nearest(key, known)}")
-        elif path == ("method", "name"):
-            merged["method"] = _method_section(value, merged.get("method", {}))
+            mistakes.append(f"unknown key {key!r}{_suggestion(key, known)}")
         else:
             section, field = path
-            merged[section] = merged.get(section, {}) | {field: value}
-    return _validated(merged, mistakes)
+            changes.setdefault(section, {})[field] = value
+    return _validated(_merged({} if recipe is None else read_recipe(recipe), changes), mistakes)
+
+
+def read_config(path: Path) -> Config:
+    """The configuration in a run's config.yaml."""
+    try:
+        return config_from_settings(_read_yaml(_read_text(path), "it"))
+    except UserError as error:
+        raise UserError(f"{path} cannot be used: {error}") from None
 
 
 def config_from_settings(settings: Any) -> Config:
@@ -261,10 +315,7 @@ def read_recipe(recipe: str | Path, heirs: tuple[str, ...] = ()) -> Settings:
     text, where = _recipe_text(recipe)
     if where in heirs:
         raise UserError(f"{where} inherits from itself.")
-    try:
-        content = yaml.load(text, Loader=_Loader) or {}
-    except yaml.YAMLError as error:
-        raise UserError(f"{where} is not valid yaml: {' '.join(str(error).split())}") from None
+    content = _read_yaml(text, where) or {}
     if not isinstance(content, dict):
         raise UserError(
             f"{where} must hold sections such as `train:`, not {type(content).__name__}."
@@ -272,14 +323,16 @@ def read_recipe(recipe: str | Path, heirs: tuple[str, ...] = ()) -> Settings:
     parent = content.pop("inherits", None)
     if parent is not None and not isinstance(parent, str):
         raise UserError(f"{where} must inherit from one recipe by name, not from {parent!r}.")
-    settings: Settings = {} if parent is None else read_recipe(parent, (*heirs, where))
     for section, fields in content.items():
         if section == "method" and isinstance(fields, str):
-            fields = {"name": fields}
-        if not isinstance(fields, dict):
+            content[section] = {"name": fields}
+        elif not isinstance(fields, dict):
             raise UserError(f"{where}: {section} must hold keys and values, not {fields!r}.")
-        settings[section] = settings.get(section, {}) | fields
-    return settings
+    if parent is None:
+        return content
+    if _is_file(parent):  # looked for beside the file that inherits from it
+        parent = (Path(recipe).parent / parent).resolve()
+    return _merged(read_recipe(parent, (*heirs, where)), content)
 
 
 def recipe_names() -> list[str]:
@@ -287,16 +340,16 @@ def recipe_names() -> list[str]:
     return sorted(item.name[:-5] for item in folder.iterdir() if item.name.endswith(".yaml"))
 
 
-def all_fields() -> Iterator[tuple[str, str]]:
+def all_fields() -> dict[tuple[str, str], FieldInfo]:
     """Every (section, field) of any method's configuration."""
+    found: dict[tuple[str, str], FieldInfo] = {}
     for section, info in Config.model_fields.items():
         kinds = METHODS.values() if section == "method" else [info.annotation]
-        seen: dict[str, None] = {}
         for kind in kinds:
             assert isinstance(kind, type)
             assert issubclass(kind, Section)
-            seen |= dict.fromkeys(kind.model_fields)
-        yield from ((section, field) for field in seen)
+            found |= {(section, field): about for field, about in kind.model_fields.items()}
+    return found
 
 
 def setting_descriptions(config: Config) -> dict[str, list[tuple[str, str, str]]]:
@@ -312,15 +365,20 @@ def setting_descriptions(config: Config) -> dict[str, list[tuple[str, str, str]]
 
 
 def _shown(value: Any) -> str:
-    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True)
+    return text.removesuffix("\n...\n").strip()
 
 
 def config_yaml(config: Config) -> str:
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    settings = config.model_dump(mode="json")
+    return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """``section.field: old → new`` for everything but where the run takes place."""
+    """``section.field: old → new`` for everything but where the run takes place.
+
+    A run keeps the batch norm it chose, so asking for ``auto`` again agrees with any.
+    """
     before, after = old.model_dump(), new.model_dump()
     found = []
     for section in before:
@@ -328,7 +386,8 @@ def differences(old: Config, new: Config) -> list[str]:
             continue
         for field in before[section] | after[section]:
             was, now = before[section].get(field), after[section].get(field)
-            if was != now:
+            agrees = was == now or (field, now) == ("batch_norm", "auto")
+            if not agrees:
                 found.append(f"{section}.{field}: {was} → {now}")
     return found
 
@@ -337,13 +396,11 @@ def _recipe_text(recipe: str | Path) -> tuple[str, str]:
     if str(recipe) in recipe_names():
         resource = resources.files("xmoco") / "recipes" / f"{recipe}.yaml"
         return resource.read_text(encoding="utf-8"), f"recipe {recipe}"
-    path = Path(recipe)
-    if path.suffix in {".yaml", ".yml"}:
+    if _is_file(recipe):
         try:
-            return path.read_text(encoding="utf-8"), str(path)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "it is not a text file"
-            raise UserError(f"cannot read the recipe {path}: {reason}") from None
+            return _read_text(Path(recipe)), str(recipe)
+        except UserError as error:
+            raise UserError(f"cannot read the recipe {recipe}: {error}") from None
     names = recipe_names()
     raise UserError(
         f"unknown recipe {str(recipe)!r}{nearest(str(recipe), names)}; "
@@ -351,24 +408,53 @@ def _recipe_text(recipe: str | Path) -> tuple[str, str]:
     )
 
 
+def _is_file(recipe: str | Path) -> bool:
+    return Path(recipe).suffix in {".yaml", ".yml"}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(getattr(error, "strerror", None) or "it is not a text file") from None
+
+
+def _read_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
+        raise UserError(f"{where} is not valid yaml: {' '.join(str(error).split())}") from None
+
+
 def _find_field(key: str) -> tuple[str, str] | None:
     if key == "method":
         return "method", "name"
-    fields = list(all_fields())
-    section, dot, field = key.partition(".")
-    if dot:
-        return (section, field) if (section, field) in fields else None
-    matches = [pair for pair in fields if pair[1] == key]
-    return matches[0] if matches else None
+    return next((pair for pair in all_fields() if key in (pair[1], ".".join(pair))), None)
 
 
-def _method_section(name: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings for another method: what the recipe says for this one is kept where it fits."""
-    kind = METHODS.get(name) if isinstance(name, str) else None
-    known = (
-        settings if kind is None else {k: v for k, v in settings.items() if k in kind.model_fields}
-    )
-    return known | {"name": name}
+def _parse(key: str, text: str) -> Any:
+    """The value of ``key=text``: yaml, except that a setting which is text is taken as it is."""
+    path = _find_field(key)
+    if path is not None and all_fields()[path].annotation is str:
+        return text
+    try:
+        return _read_yaml(text, key)
+    except UserError:
+        return text
+
+
+def _merged(below: Settings, above: Settings) -> Settings:
+    """``above`` laid over ``below``, key by key.
+
+    Where ``above`` names the method, what ``below`` says for other methods only is left out.
+    """
+    name = above.get("method", {}).get("name")
+    if isinstance(name, str) and name in METHODS:
+        method = below.get("method", {})
+        own = METHODS[name].model_fields
+        foreign = {field for section, field in all_fields() if section == "method"} - own.keys()
+        below = below | {"method": {k: v for k, v in method.items() if k not in foreign}}
+    return below | {section: below.get(section, {}) | above[section] for section in above}
 
 
 def _validated(settings: Settings, mistakes: list[str]) -> Config:
@@ -385,41 +471,57 @@ def _validated(settings: Settings, mistakes: list[str]) -> Config:
     return config
 
 
+def _suggestion(key: str, known: Iterable[str]) -> str:
+    meant = OTHER_NAMES.get(key.rpartition(".")[2])
+    return f" (did you mean {meant}?)" if meant else nearest(key, known)
+
+
+# By pydantic's name of an error, where its own words are not a user's.
+_WANTED = {
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text, in quotes if it looks like something else",
+    "string_too_short": "must not be empty",
+    "model_type": "must hold keys and values",
+    "model_attributes_type": "must hold keys and values",
+}
+
+
 def _sentence(error: Any) -> str:
-    """One pydantic error as ``section.field: what is wrong``, without the method's tag."""
+    """One pydantic error as ``section.field = value: what it must be``."""
     place = [str(part) for part in error["loc"]]
-    if len(place) > 1 and place[0] == "method" and place[1] in METHODS:
-        del place[1]
-    key = ".".join(place)
+    method = place.pop(1) if place[0] == "method" and len(place) > 1 else None
+    key, value = ".".join(place), error["input"]
+    fields = all_fields()
     match error["type"]:
-        case "extra_forbidden":
-            sections = list(Config.model_fields)
-            siblings = [f for s, f in all_fields() if s == place[0]] if len(place) > 1 else sections
-            return f"unknown key {key!r}{nearest(place[-1], siblings)}"
+        case "extra_forbidden" if method and ("method", place[1]) in fields:
+            return f"{method} has no setting {place[1]}"
+        case "extra_forbidden" | "invalid_key":
+            known = map(".".join, fields) if len(place) > 1 else Config.model_fields
+            return f"unknown key {key!r}{_suggestion(key, known)}"
         case "union_tag_invalid":
-            name = error["input"].get("name")
-            known = ", ".join(METHODS)
-            return f"unknown method {name!r}{nearest(str(name), METHODS)}; there are {known}"
+            name = value.get("name")
+            methods = ", ".join(METHODS)
+            return f"unknown method {name!r}{nearest(str(name), METHODS)}; there are {methods}"
         case "value_error":
-            return f"{key}: {error['msg'].removeprefix('Value error, ')}"
-        case _:
-            reason = error["msg"].removeprefix("Input ")
-            return f"{key} = {error['input']!r}: {reason}"
+            wanted = str(error["ctx"]["error"])
+        case kind:
+            wanted = _WANTED.get(kind) or error["msg"].replace("Input should", "must")
+    return f"{key} = {value!r}: {wanted}"
 
 
 class _Loader(yaml.SafeLoader):
     """Safe yaml that reads 1e-4 as a number: yaml 1.1 asks for 1.0e-4."""
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+class _Dumper(yaml.SafeDumper):
+    """Writes what ``_Loader`` reads: the text 1e-4 needs quotes."""
 
 
-def _parse(text: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
-        return text
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+        list("-+0123456789."),
+    )

@@ -41,6 +41,15 @@ def logsumexp_over_rows(rows: Tensor) -> Tensor:
     return largest + share.log()
 
 
+@torch.no_grad()
+def sum_over_processes(values: Tensor) -> Tensor:
+    """The sum of a tensor over all processes; every process gets it."""
+    total = values.detach().clone()
+    if processes() > 1:
+        dist.all_reduce(total, dist.ReduceOp.SUM)
+    return total
+
+
 def own_share(rows: Tensor) -> Tensor:
     """This process's part of rows that all processes hold: every W-th, starting at its rank."""
     return rows[rank() :: processes()]

@@ -6,7 +6,13 @@ from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Something the user can put right: what is wrong, where, and what would be right."""
+    """Something the user can put right: what is wrong, where, and what would be right.
+
+    Where several processes train together, all meet the same mistake and the first tells of it;
+    ``alone`` marks what only one of them has met.
+    """
+
+    alone = False
 
 
 class Interrupted(Exception):  # noqa: N818 - nothing went wrong

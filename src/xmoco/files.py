@@ -9,6 +9,15 @@ from typing import BinaryIO
 from xmoco.errors import UserError
 
 
+def _to_disk(folder: Path) -> None:
+    with suppress(OSError):  # some systems cannot open folders; the content is safe anyway
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
 def write_whole(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
     """Put ``content`` (bytes, or a function that writes them) at ``path`` in one move.
 
@@ -26,6 +35,7 @@ def write_whole(path: Path, content: bytes | Callable[[BinaryIO], object]) -> No
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)
+            _to_disk(path.parent)  # the new name too
         finally:
             with suppress(OSError):
                 part.unlink(missing_ok=True)

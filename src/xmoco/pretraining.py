@@ -1,6 +1,7 @@
 """Pre-training from images to weights: puts data, method, loop, monitor and report together."""
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,9 @@ from rich.console import Console
 from torch import nn
 
 from xmoco.config import Config, ModelConfig, differences, load_config
-from xmoco.data import Batches, ImageSet, open_images
+from xmoco.data import Batches, ImageSet, Unreadable, open_images
 from xmoco.data.batches import resident
+from xmoco.data.fingerprint import fingerprint
 from xmoco.data.subset import at_most
 from xmoco.errors import UserError
 from xmoco.evaluate.monitor import Monitor
@@ -78,7 +80,7 @@ def pretrain(
             raise UserError("--weights starts a new run and --resume goes on with one: give one.")
         config = _resumed_config(RunFolder.open(folder), recipe, overrides, settings)
     else:
-        config = load_config(recipe, overrides, settings)
+        config = _with_full_paths(load_config(recipe, overrides, settings))
     fabric = build_fabric(config.run)
     fabric.launch()
     console = Console(quiet=not fabric.is_global_zero)
@@ -94,13 +96,24 @@ def _resumed_config(
         asked = load_config(recipe, overrides, settings)
     else:
         asked = load_config(run.path / "config.yaml", overrides, settings)
-    changed = differences(own, asked)
+    changed = differences(own, _with_full_paths(asked))
     if changed:
         raise UserError(
             f"{run.path} was started with another configuration ({'; '.join(changed)}): "
             "resume it without these changes, or start a new run with --out."
         )
     return own.model_copy(update={"run": asked.run})
+
+
+def _with_full_paths(config: Config) -> Config:
+    """Data by its full path, so that a run can be resumed from anywhere."""
+    data = config.data
+    source = Path(data.source).expanduser()
+    if source.exists():
+        data = data.model_copy(update={"source": os.path.abspath(source)})  # noqa: PTH100
+    if data.source.startswith("torchvision:"):
+        data = data.model_copy(update={"root": os.path.abspath(data.root)})  # noqa: PTH100
+    return config.model_copy(update={"data": data})
 
 
 def _run(
@@ -112,21 +125,22 @@ def _run(
     weights: str | Path | None,
 ) -> RunResult:
     # All that can be wrong is found out before anything is written.
-    train, first = config.train, fabric.is_global_zero
-    share = _share(config, fabric.world_size)
+    first, share = fabric.is_global_zero, _share(config, fabric.world_size)
     model = resolve_batch_norm(config.model, fabric, share)
+    config = config.model_copy(update={"model": model})
     path = _on_first(fabric, lambda: folder if resume and folder else _free_path(folder, config))
-    torch.manual_seed(train.seed)
+    torch.manual_seed(config.train.seed)
     method = build_method(model, config.method)
     if weights is not None:
         _start_from(weights, config, method.encoder.backbone)
     images, test = open_images(config.data, "train"), open_images(config.data, "test")
     assert images is not None
+    broken = Unreadable(0 if test is None else len(test))
     with console.status(f"reading {images.name}"):
         batches = Batches(
             images,
-            batch=train.batch,
-            seed=train.seed,
+            batch=config.train.batch,
+            seed=config.train.seed,
             device=fabric.device,
             rank=fabric.global_rank,
             processes=fabric.world_size,
@@ -134,35 +148,46 @@ def _run(
             resident_gib=config.data.resident_gib,
             known_unreadable=RunFolder(path).unreadable(),
         )
+        kept = None if test is None else _kept(test, config, fabric.device, broken)
 
     run = _on_first(fabric, lambda: RunFolder(path) if resume else RunFolder.create(path, config))
-    training = Training(config, fabric, method, batches, run)
-    resumed = resume and training.restore()
-    monitor = Monitor(
-        config,
-        work=work_name(config),
-        train=at_most(batches.images, config.monitor.knn_images),
-        test=None if test is None else _kept(test, config, fabric.device),
-        device=fabric.device,
+    _on_first(fabric, run.lock)
+    try:
+        training = Training(config, fabric, method, batches, run, fingerprint(images))
+        resumed = resume and training.restore()
+        bank = at_most(batches.images, config.monitor.knn_images)
+        monitor = Monitor(config, work_name(config), bank, kept, fabric.device)
+        if first:
+            _open_books(training, broken, resume)
+            for line in _introduction(config, model, training, images, resumed):
+                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                run.log(line)
+        if training.step < training.total_steps:
+            with Witness(config, training, monitor, run, console) if first else Spectator() as told:
+                training.train(told)
+        return _on_first(fabric, lambda: _finish(config, training, monitor, run))
+    finally:
+        run.unlock()
+
+
+def _open_books(training: Training, broken: Unreadable, resume: bool) -> None:
+    """Bring the run folder to where the training stands."""
+    run, fabric = training.run, training.fabric
+    if not resume:
+        run.add_unreadable(broken, test=True)
+    run.forget_after(training.step)
+    run.write_environment(
+        device=str(fabric.device),
+        processes=fabric.world_size,
+        batch_norm=training.config.model.batch_norm,
     )
-    if first:
-        run.forget_after(training.step)
-        run.write_environment(
-            device=str(fabric.device), processes=fabric.world_size, batch_norm=model.batch_norm
-        )
-        for line in _introduction(config, model, training, images, resumed):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-            run.log(line)
-    if training.step < training.total_steps:
-        with Witness(config, training, monitor, run, console) if first else Spectator() as told:
-            training.train(told)
-    return _on_first(fabric, lambda: _finish(config, training, monitor, run))
 
 
-def _kept(test: ImageSet, config: Config, device: torch.device) -> ImageSet:
+def _kept(test: ImageSet, config: Config, device: torch.device, broken: Unreadable) -> ImageSet:
     """The test images that the monitor looks at again and again, decoded once where they fit."""
+    gib, readers = config.data.resident_gib, config.run.readers
     chosen = at_most(test, config.monitor.knn_images)
-    return resident(chosen, device, gib=config.data.resident_gib, readers=config.run.readers)
+    return resident(chosen, device, gib=gib, readers=readers, unreadable=broken)
 
 
 def work_name(config: Config) -> str:
@@ -228,7 +253,8 @@ def _introduction(
         )
     if training.batches.unreadable:
         count = len(training.batches.unreadable)
-        yield f"warning: {count} images cannot be read and were replaced; see unreadable.txt"
+        what = "1 image" if count == 1 else f"{count} images"
+        yield f"warning: {what} could not be read and others take their place; see unreadable.txt"
     if resumed and training.step == training.total_steps:
         yield "this run is complete: its weights and report are written again"
     elif resumed:

@@ -16,7 +16,15 @@ from PIL import Image
 from torch import Tensor
 
 from xmoco.config import DataConfig
-from xmoco.data.batches import Batch, Batches, Unreadable, epoch_order, in_order, resident
+from xmoco.data.batches import (
+    Batch,
+    Batches,
+    Unreadable,
+    at_positions,
+    epoch_order,
+    in_order,
+    resident,
+)
 from xmoco.data.decode import UnreadableImage
 from xmoco.data.sources import ArrayImages, ImageSet, open_images
 from xmoco.errors import UserError
@@ -74,6 +82,9 @@ def assert_same(some: list[Batch], others: list[Batch]) -> None:
         assert torch.equal(one.images, other.images)
         assert torch.equal(one.sizes, other.sizes)
         assert torch.equal(one.indices, other.indices)
+        assert one.labels is not None
+        assert other.labels is not None
+        assert torch.equal(one.labels, other.labels)
 
 
 @given(st.integers(1, 500), st.integers(0, 2**63), st.integers(0, 10**6))
@@ -155,12 +166,16 @@ def test_processes_share_the_global_batch(processes: int, gib: float) -> None:
 
 def test_impossible_batches() -> None:
     images = Listed(same_size(10))
-    with pytest.raises(UserError, match=r"10 images, too few .* 16; the largest .* is 10"):
+    with pytest.raises(UserError, match=r"10 images, too few .* 16; the largest .* is 10\.$"):
         batches_of(images, 16)
-    with pytest.raises(UserError, match="largest batch possible is 9"):
+    with pytest.raises(UserError, match=r"largest batch possible is 9\.$"):
         batches_of(images, 12, processes=3)
-    with pytest.raises(UserError, match=r"8 images .* equally by 3 processes; 6 can"):
+    with pytest.raises(UserError, match=r"8 images .* equally by 3 processes; 6 can\.$"):
         batches_of(images, 8, processes=3)
+    with pytest.raises(UserError, match=r"1 image, too few .* 16; at least 2 are needed\.$"):
+        batches_of(Listed(same_size(1)), 16)
+    with pytest.raises(UserError, match=r"2 images, too few .* 12; at least 3 are needed\.$"):
+        batches_of(Listed(same_size(2)), 12, processes=3)
     assert batches_of(images, 10).steps_per_epoch == 1
 
 
@@ -200,12 +215,15 @@ def test_a_late_second_size_falls_back_to_streaming() -> None:
 
 def test_arrays_are_resident_or_stay_where_they_are() -> None:
     pixels = torch.arange(40 * 3 * 2 * 2).reshape(40, 3, 2, 2).byte()
-    images = ArrayImages("array", pixels)
+    images = ArrayImages("array", pixels, torch.arange(40) % 7)
     held, streamed = batches_of(images), batches_of(images, resident_gib=0.0)
     assert streamed.images is images
     assert_same(first(held, 15), first(streamed, 15))
     batch = first(held, 1)[0]
     assert torch.equal(batch.images, pixels[batch.indices])
+    assert batch.labels is not None
+    assert torch.equal(batch.labels, batch.indices % 7)
+    assert first(batches_of(ArrayImages("bare", pixels)), 1)[0].labels is None
 
 
 def test_progress_is_told() -> None:
@@ -240,6 +258,8 @@ def test_unreadable_images_are_replaced_by_the_next(gib: float) -> None:
     assert torch.cat([batch.indices for batch in seen]).tolist() == expected
     for batch in seen:
         assert (batch.images[:, 0, 0, 0] == batch.indices % 256).all()
+        assert batch.labels is not None
+        assert torch.equal(batch.labels, batch.indices)  # as Listed has them
     assert {where for where, _ in batches.unreadable} == {f"picture {i}" for i in broken}
     assert {why for _, why in batches.unreadable} == {"broken"}
     assert len(batches.unreadable) == 5
@@ -262,10 +282,18 @@ def test_streaming_notes_unreadable_images_when_it_meets_them() -> None:
 @pytest.mark.parametrize("broken", [set(range(3)), set(range(0, 200, 67)), set(range(200))])
 def test_more_than_one_percent_unreadable_is_an_error(gib: float, broken: set[int]) -> None:
     images = Listed(with_broken(200, broken))
-    with pytest.raises(
-        UserError, match=r"3 of 200 images .* 1 %; the first is picture \d+ \(broken"
-    ):
+    examples = ", ".join([r"picture \d+ \(broken\)"] * 3)
+    with pytest.raises(UserError, match=rf"^3 of 200 images cannot .* 1 %: {examples}\.$"):
         first(batches_of(images, 100, resident_gib=gib), 2)
+
+
+def test_nothing_readable_at_the_start_is_told_at_once() -> None:
+    with pytest.raises(UserError, match=r"^1 of 33 images .*: picture 0 \(broken\)\.$"):
+        batches_of(Listed(with_broken(33, {0})))
+    with pytest.raises(UserError, match=r"^1 of 1 image cannot be read"):
+        resident(Listed([None]), CPU)
+    with pytest.raises(UserError, match=r"^5 of 400 images .*picture 2 \(broken\) and 2 more\.$"):
+        resident(Listed(with_broken(400, set(range(400)))), CPU)
 
 
 def test_the_limit_counts_each_image_once_and_those_known_before() -> None:
@@ -274,7 +302,7 @@ def test_the_limit_counts_each_image_once_and_those_known_before() -> None:
         unreadable.add("a", "y")
         unreadable.add("b", "z")
     assert list(unreadable) == [("a", "x"), ("b", "z")]
-    with pytest.raises(UserError, match=r"3 of 250 .* the first is a \(x\)"):
+    with pytest.raises(UserError, match=r"3 of 250 .*: a \(x\), b \(z\), c \(w\)\.$"):
         unreadable.add("c", "w")
 
 
@@ -304,6 +332,18 @@ def test_in_order_over_a_resident_set_with_a_replacement() -> None:
     held = list(in_order(resident(images, CPU), 50, CPU))
     assert_same(held, streamed)
     assert streamed[0].indices[6:9].tolist() == [6, 8, 8]
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_at_positions_replaces_as_the_whole_set_does(held: bool) -> None:
+    images: ImageSet = Listed(with_broken(120, {7}))
+    if held:
+        images = resident(images, CPU)
+    batch = at_positions(images, torch.tensor([9, 7, 7, 0]), CPU)
+    assert batch.indices.tolist() == batch.images[:, 0, 0, 0].tolist() == [9, 8, 8, 0]
+    assert batch.labels is not None
+    assert batch.labels.tolist() == [9, 8, 8, 0]
+    assert not reading_threads()
 
 
 # Threads

@@ -60,7 +60,8 @@ def on_white(image: Image.Image) -> Image.Image:
         ("TIFF", "RGB", {}),
         ("TIFF", "L", {}),
         ("TIFF", "CMYK", {}),
-        ("TIFF", "YCbCr", {}),
+        # Compressed, for Pillow before 13 cannot read uncompressed YCbCr, not even its own files.
+        ("TIFF", "YCbCr", {"compression": "jpeg"}),
         ("TGA", "RGB", {}),
         ("PPM", "RGB", {}),
         ("PPM", "L", {}),

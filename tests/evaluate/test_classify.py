@@ -79,8 +79,8 @@ def test_linear_learns_without_touching_the_backbone(backbone: torch.nn.Module) 
     )  # fmt: skip
     for name, value in backbone.state_dict().items():
         assert torch.equal(value, before[name]), name
-    bank = backbone_features(backbone, train, VIEWS, CPU)
-    queries = backbone_features(backbone, test, VIEWS, CPU)
+    bank = backbone_features(backbone, train, VIEWS, CPU).vectors
+    queries = backbone_features(backbone, test, VIEWS, CPU).vectors
     reference = LogisticRegression(C=1e4, max_iter=2000).fit(bank, train.labels)
     assert accuracy.top1 >= 100 * reference.score(queries, test.labels) - 10
     assert accuracy.top5 == 100  # there are only three classes
@@ -112,6 +112,14 @@ def test_a_small_set_is_its_own_batch(backbone: torch.nn.Module) -> None:
         backbone, coloured(9, seed=1), coloured(9, seed=2), QUICK, views=VIEWS, device=CPU
     )
     assert 0 <= accuracy.top1 <= 100
+
+
+def test_labels_follow_replaced_images(backbone: torch.nn.Module) -> None:
+    """Where the original order is lost, only the labels that come with a batch are right."""
+    train, test = coloured(96, seed=1), coloured(60, seed=2)
+    plain = train_classifier(backbone, train, test, QUICK, views=VIEWS, device=CPU)
+    train.shown, test.shown = train.shown.roll(1), test.shown.roll(1)
+    assert train_classifier(backbone, train, test, QUICK, views=VIEWS, device=CPU) == plain
 
 
 def test_labels_are_needed(backbone: torch.nn.Module) -> None:

@@ -1,11 +1,13 @@
 """Judging weights from Python: records, splits, and mistakes."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torchvision
 
 import xmoco
 from helpers import make_images, run_cli
@@ -32,6 +34,8 @@ def test_records_of_a_set_with_two_splits(weights: Path, tmp_path: Path) -> None
         protocol = record.protocol
         assert (protocol["split"], protocol["epoch"], protocol["size"]) == ("test", 3, 16)
         assert (protocol["bank_images"], protocol["judged_images"]) == (24, 12)
+        assert protocol["voters"] == protocol["k"]
+        assert "weights" not in protocol  # our own are told by subject, work and epoch
     assert xmoco.evaluate_knn(weights, tmp_path / "Set.v2", ks=(2,))[0].value == records[0].value
 
 
@@ -40,6 +44,21 @@ def test_one_split_is_judged_by_leaving_one_out(weights: Path, tmp_path: Path) -
     (record,) = xmoco.evaluate_knn(str(weights), str(images), ks=(200,))
     assert record.protocol["split"] == "leave one out"
     assert record.protocol["judged_images"] == 16
+    assert (record.protocol["k"], record.protocol["voters"]) == (200, 15)
+
+
+def test_folders_whose_names_are_no_text(weights: Path, tmp_path: Path) -> None:
+    images = make_images(tmp_path / os.fsdecode(b"\xff"), each=4)
+    next(images.iterdir()).rename(images / os.fsdecode(b"\xfe\n"))
+    (record,) = xmoco.evaluate_knn(weights, images, ks=(1,), device="cpu")
+    assert (record.work, record.protocol["data"]) == (r"\xff-tiny-3ep", r"folder \xff")
+
+
+def test_records_of_other_peoples_weights_tell_what_was_loaded(tmp_path: Path) -> None:
+    torch.save(torchvision.models.resnet18().state_dict(), tmp_path / "theirs.pth")
+    images = make_images(tmp_path / "images", each=1)
+    (record,) = xmoco.evaluate_knn(tmp_path / "theirs.pth", images, ks=(1,), device="cpu")
+    assert "layout torchvision" in record.protocol["weights"]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +96,6 @@ def test_linear_records_name_their_protocol(weights: Path, two_splits: Path) -> 
     assert (protocol["head_rate"], protocol["backbone_rate"]) == (30.0, 0.0)
     assert (protocol["train_images"], protocol["judged_images"]) == (32, 16)
     assert (protocol["label_fraction"], top1.seed) == (1.0, 3)
-    assert "layout xmoco" in protocol["weights"]
 
 
 def test_fine_tuning_on_a_share_of_the_labels(weights: Path, two_splits: Path) -> None:

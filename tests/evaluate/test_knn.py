@@ -10,7 +10,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor
 
 from xmoco.evaluate import knn
-from xmoco.evaluate.knn import knn_accuracy, nearest_neighbours
+from xmoco.evaluate.knn import knn_accuracy, nearest_neighbours, voters
 
 
 def clouds(count: int, seed: int, classes: int = 5, size: int = 8) -> tuple[Tensor, Tensor]:
@@ -93,9 +93,15 @@ def test_blocks_make_no_difference(
     similarities = torch.cat([found for _, found, _ in blocks])
     assert torch.equal(positions, whole_neighbours[2])
     torch.testing.assert_close(similarities, whole_neighbours[1])
+    assert positions.shape[1] == voters(k, 60, alone)
     if alone:
         assert not (positions == torch.arange(60)[:, None]).any()
         assert similarities.isfinite().all()
+
+
+def test_no_more_vote_than_there_are() -> None:
+    assert [voters(k, 10, alone=False) for k in (1, 10, 11, 200)] == [1, 10, 10, 10]
+    assert [voters(k, 10, alone=True) for k in (1, 9, 10, 200)] == [1, 9, 9, 9]
 
 
 def test_classes_that_only_the_queries_have_count_as_wrong() -> None:

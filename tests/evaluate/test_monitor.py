@@ -1,11 +1,16 @@
 """The kNN monitor: what it measures, on which images, and what its records say."""
 
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
 from xmoco.config import load_config
-from xmoco.data import ArrayImages
+from xmoco.data import ArrayImages, ImageSet, UnreadableImage
+from xmoco.data.subset import some_positions
 from xmoco.evaluate.monitor import Monitor
+from xmoco.report import pictures
 
 CONFIG = load_config("demo", ["size=8", "knn_k=3", "device=cpu"])
 
@@ -27,7 +32,7 @@ def coloured(each: int, seed: int, labelled: bool = True) -> ArrayImages:
     return ArrayImages("colours", pixels, *((labels, classes) if labelled else ()))
 
 
-def monitor(train: ArrayImages, test: ArrayImages | None) -> Monitor:
+def monitor(train: ImageSet, test: ImageSet | None) -> Monitor:
     return Monitor(CONFIG, "colours-tiny-1ep", train, test, torch.device("cpu"))
 
 
@@ -45,6 +50,7 @@ def test_records_of_all_three_subjects() -> None:
         assert (protocol["data"], protocol["split"], protocol["k"]) == ("colours", "test", 3)
         assert (protocol["bank_images"], protocol["judged_images"]) == (18, 12)
         assert (protocol["size"], protocol["temperature"]) == (8, 0.1)
+        assert protocol["voters"] == 3
 
 
 def test_wrong_labels_are_noticed() -> None:
@@ -67,6 +73,8 @@ def test_leave_one_out_without_a_test_split() -> None:
     record = monitor(coloured(6, 0), None).untrained(Flat())
     assert record.protocol["split"] == "leave one out"
     assert record.protocol["judged_images"] == 18
+    few = monitor(coloured(1, 0), None).untrained(Flat())
+    assert (few.protocol["k"], few.protocol["voters"]) == (3, 2)
     assert record.value == 100
 
 
@@ -80,3 +88,59 @@ def test_neighbours_for_a_picture() -> None:
     assert (similarities.diff(dim=1) <= 0).all()
     asked, positions, _ = monitor(train, None).neighbours(Flat(), queries=5, k=4)
     assert not (positions == asked[:, None]).any()  # no image is its own neighbour
+
+
+class Streamed(ImageSet):
+    """120 images in two classes of one colour each; the last of the first class is broken."""
+
+    name = "streamed"
+    labels = torch.arange(2).repeat_interleave(60)
+    classes = ("dark", "bright")
+
+    def __len__(self) -> int:
+        return 120
+
+    def read(self, index: int) -> torch.Tensor:
+        if index == 59:
+            raise UnreadableImage("broken")
+        colour = torch.tensor([250, 20] if index < 60 else [20, 250])[[0, 1, 1]]
+        return colour[:, None, None].expand(3, 8, 8).to(torch.uint8)
+
+    def where(self, index: int) -> str:
+        return str(index)
+
+
+def test_a_replaced_image_is_judged_and_pictured_with_its_own_label(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    judge = monitor(Streamed(), None)
+    assert judge.untrained(Flat()).value == judge.raw_pixels().value == 100
+
+    sheet: dict[str, torch.Tensor] = {}
+
+    def keep(queries: torch.Tensor, neighbours: torch.Tensor, _: object, **rest: Any) -> bytes:
+        sheet.update(rest, queries=queries, neighbours=neighbours)
+        return b""
+
+    def all_with_broken_ones(*_: object) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return torch.tensor([0, 59, 119]), torch.tensor([[1, 59], [59, 60], [59, 0]]), None
+
+    monkeypatch.setattr(pictures, "neighbours_sheet", keep)
+    monkeypatch.setattr(Monitor, "neighbours", all_with_broken_ones)
+    assert pictures.picture_neighbours(judge, Flat()) == b""
+    assert sheet["query_labels"].tolist() == [0, 1, 1]
+    assert sheet["neighbour_labels"].tolist() == [[0, 1], [1, 1], [1, 0]]
+    for kind, labels in (("queries", "query_labels"), ("neighbours", "neighbour_labels")):
+        bright = sheet[kind][..., 0, 0, 0] < 100
+        assert torch.equal(bright, sheet[labels] == 1)
+
+
+def test_a_broken_image_among_those_pictured_does_no_harm() -> None:
+    class BrokenFirst(Streamed):
+        def read(self, index: int) -> torch.Tensor:
+            if index == int(some_positions(120, 8)[0]):
+                raise UnreadableImage("broken")
+            return torch.zeros(3, 8, 8, dtype=torch.uint8)
+
+    picture = pictures.picture_views(BrokenFirst(), CONFIG.views, 0, torch.device("cpu"))
+    assert picture.startswith(b"\x89PNG")

@@ -177,3 +177,14 @@ def test_queries_cost_little() -> None:
 
 def test_without_history_only_the_banks_cost() -> None:
     assert buffer_bytes(XMoCoLoss(128, 512, history="none")) == 2 * 512 * 128 * 4
+
+
+def test_eval_mode_changes_nothing() -> None:
+    torch.manual_seed(0)
+    criterion = XMoCoLoss(feature_size=4, bank_length=8).eval()
+    features = [torch.nn.functional.normalize(torch.randn(3, 4), dim=1) for _ in range(4)]
+    before = {name: torch.as_tensor(v).clone() for name, v in criterion.state_dict().items()}
+    first, second = criterion(*features)[0], criterion(*features)[0]
+    assert torch.equal(first, second)
+    for name, value in criterion.state_dict().items():
+        assert torch.equal(torch.as_tensor(value), before[name]), name

@@ -216,7 +216,7 @@ def test_a_failed_write_keeps_the_old_report_and_leaves_nothing_behind(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match=r"report\.html: No space left"):
         write_report(run, views_png=None, neighbours_png=None, summary={"time": "later"})
     assert (run / "report.html").read_bytes() == old
     assert sorted(run.iterdir()) == before

@@ -150,7 +150,7 @@ def test_saving_and_restoring(recipe: Path) -> None:
 
 def test_restoring_another_model(recipe: Path) -> None:
     new_training(recipe).save()
-    with pytest.raises(UserError, match="belongs to another configuration"):
+    with pytest.raises(UserError, match="belongs to other settings"):
         new_training(recipe, "feature_size=8").restore()
 
 

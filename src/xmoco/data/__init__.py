@@ -5,7 +5,7 @@
 function of seed and epoch; ``views`` crops and recolours whole batches there.
 """
 
-from xmoco.data.batches import Batch, Batches, Unreadable, epoch_order, in_order
+from xmoco.data.batches import Batch, Batches, Unreadable, at_positions, epoch_order, in_order
 from xmoco.data.decode import UnreadableImage, decode_rgb
 from xmoco.data.sources import ArrayImages, ImageSet, open_images
 
@@ -16,6 +16,7 @@ __all__ = [
     "ImageSet",
     "Unreadable",
     "UnreadableImage",
+    "at_positions",
     "decode_rgb",
     "epoch_order",
     "in_order",

@@ -41,6 +41,9 @@ class Batch:
     """int64 (n, 2) on the CPU: each image's own height and width."""
     indices: Tensor
     """int64 (n,) on the CPU: positions in the set of the images shown."""
+    labels: Tensor | None
+    """int64 (n,) on the CPU: the labels of the images shown, which are others than those asked for
+    where unreadable images were replaced."""
 
 
 class Unreadable:
@@ -57,10 +60,11 @@ class Unreadable:
     def add(self, where: str, why: str) -> None:
         self._why.setdefault(where, why)
         if len(self) > self.limit:
-            first_where, first_why = next(iter(self))
+            examples = ", ".join(f"{where} ({why})" for where, why in islice(self, 3))
+            more = f" and {len(self) - 3} more" if len(self) > 3 else ""
             raise UserError(
-                f"{len(self)} of {self.images} images cannot be read, which is more than 1 %; "
-                f"the first is {first_where} ({first_why})"
+                f"{len(self)} of {_images(self.images)} cannot be read, which is more than 1 %: "
+                f"{examples}{more}."
             )
 
     def __len__(self) -> int:
@@ -104,12 +108,18 @@ class Batches:
         if batch % processes:
             raise UserError(
                 f"a batch of {batch} images cannot be shared equally by {processes} processes; "
-                f"{batch - batch % processes or processes} can"
+                f"{batch - batch % processes or processes} can."
             )
         if len(images) < batch:
+            largest, least = len(images) - len(images) % processes, max(2, processes)
+            way_out = (
+                f"the largest batch possible is {largest}"
+                if largest >= least
+                else f"at least {least} are needed"
+            )
             raise UserError(
-                f"{images.name} has {len(images)} images, too few for a batch of {batch}; "
-                f"the largest batch possible is {len(images) - len(images) % processes}"
+                f"{images.name} has {_images(len(images))}, too few for a batch of {batch}; "
+                f"{way_out}."
             )
         self.steps_per_epoch = len(images) // batch
         self.unreadable = Unreadable(len(images), known_unreadable)
@@ -169,6 +179,14 @@ def in_order(
     return _batches(images, positions, device, readers, unreadable)
 
 
+def at_positions(images: ImageSet, positions: Tensor, device: torch.device) -> Batch:
+    """The images at some positions, replaced where unreadable as everywhere else."""
+    with closing(
+        _batches(images, iter([positions]), device, readers=8, unreadable=Unreadable(len(images)))
+    ) as batches:
+        return next(batches)
+
+
 def resident(
     images: ImageSet,
     device: torch.device,
@@ -205,7 +223,10 @@ def _decode_all(
     """All images and their positions, if they share one size and fit into ``limit`` bytes."""
     # The first image tells the size to expect, so that a huge set is not decoded in vain.
     first = _read_or_next(images, 0, unreadable.limit)
-    if first.image is None or first.image.numel() * len(images) > limit:
+    if first.image is None:
+        _note_failures(images, first, unreadable)
+    assert first.image is not None, "an image is missing only past the limit, which raises"
+    if first.image.numel() * len(images) > limit:
         return None
     pixels = torch.empty((len(images), *first.image.shape), dtype=torch.uint8)
     size = torch.tensor(first.image.shape[1:])
@@ -249,6 +270,7 @@ def _taken(
             images=pixels.to(device, non_blocking=True),
             sizes=size.expand(len(chosen), 2),
             indices=images.shown[chosen],
+            labels=None if images.labels is None else images.labels[chosen],
         )
 
 
@@ -273,6 +295,11 @@ def _read_or_next(images: ImageSet, index: int, failures_allowed: int) -> _Readi
     return _Reading(None, index, failures)
 
 
+def _note_failures(images: ImageSet, reading: _Reading, unreadable: Unreadable) -> None:
+    for index, why in reading.failures:
+        unreadable.add(images.where(index), why)
+
+
 def _streamed(
     images: ImageSet,
     positions: Iterator[Tensor],
@@ -294,7 +321,7 @@ def _streamed(
 
     def assemble(parts: list[Future[list[_Reading]]]) -> tuple[list[_Reading], Batch | None]:
         readings = [reading for part in parts for reading in part.result()]
-        return readings, _assembled(readings, pin)
+        return readings, _assembled(readings, images.labels, pin)
 
     def begin(chosen: Tensor) -> Future[tuple[list[_Reading], Batch | None]]:
         # A few images per task keep all threads busy at little cost in hand-overs.
@@ -308,8 +335,7 @@ def _streamed(
             readings, batch = ahead.popleft().result()
             # Noted here, not by the threads, so that order and moment do not depend on timing.
             for reading in readings:
-                for index, why in reading.failures:
-                    unreadable.add(images.where(index), why)
+                _note_failures(images, reading, unreadable)
             assert batch is not None, "a batch is missing only past the limit, which raises"
             ahead.extend(begin(chosen) for chosen in islice(positions, 1))
             yield replace(batch, images=batch.images.to(device, non_blocking=pin))
@@ -319,7 +345,7 @@ def _streamed(
         reader.shutdown(wait=True)
 
 
-def _assembled(readings: list[_Reading], pin: bool) -> Batch | None:
+def _assembled(readings: list[_Reading], labels: Tensor | None, pin: bool) -> Batch | None:
     """One canvas for all images; none if one of them is missing."""
     images = [reading.image for reading in readings if reading.image is not None]
     if len(images) < len(readings):
@@ -330,4 +356,9 @@ def _assembled(readings: list[_Reading], pin: bool) -> Batch | None:
     canvas = new((len(images), 3, height, width), dtype=torch.uint8, pin_memory=pin)
     for place, image, (high, wide) in zip(canvas, images, sizes.tolist(), strict=True):
         place[:, :high, :wide] = image
-    return Batch(canvas, sizes, torch.tensor([reading.index for reading in readings]))
+    indices = torch.tensor([reading.index for reading in readings])
+    return Batch(canvas, sizes, indices, None if labels is None else labels[indices])
+
+
+def _images(count: int) -> str:
+    return "1 image" if count == 1 else f"{count} images"

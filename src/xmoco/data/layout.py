@@ -2,7 +2,8 @@
 
 - Folders that merely wrap the others are passed through. Beneath them, a folder ``train`` makes the
   training split, and the first there is of ``val``, ``valid``, ``validation`` and ``test`` the test
-  split. Without ``train``, everything is for training.
+  split. Without ``train``, everything is for training; so it is where ``train`` has any other
+  folder of images beside it, as a class of vehicles may be called ``train``.
 - If all images lie directly in two or more subfolders of the split, these are the classes.
 
 Paths are relative, with ``/``; folders end in ``/``.
@@ -14,6 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from xmoco.data.trees import printable
 from xmoco.errors import UserError
 
 TRAIN_FOLDER = "train"
@@ -30,7 +32,7 @@ def split_folders(paths: list[str]) -> tuple[str, str | None]:
     if train:  # there is nothing but training images
         return f"{before}{train}".removeprefix("/"), None
     inside = {path[len(top) :].partition("/")[0] for path in paths if "/" in path[len(top) :]}
-    if TRAIN_FOLDER in inside:
+    if TRAIN_FOLDER in inside and inside <= {TRAIN_FOLDER, *TEST_FOLDERS}:
         test = next((f"{top}{name}/" for name in TEST_FOLDERS if name in inside), None)
         return f"{top}{TRAIN_FOLDER}/", test
     if any("/" not in path[len(top) :] for path in paths):  # no mere wrapper: it may be a class
@@ -56,8 +58,8 @@ def labels_of(paths: list[str], classes: tuple[str, ...] | None, rule: LabelRule
     unknown = sorted(set(folders) - set(number))
     if unknown:
         raise UserError(
-            f"the test images have a class {unknown[0]} that the training images do not have; "
-            "remove it, or set data.labels=none"
+            f"the test images have a class {printable(unknown[0])} that the training images do not "
+            "have; remove it, or set data.labels=none."
         )
     return torch.tensor([number[name] for name in folders], dtype=torch.int64)
 
@@ -70,6 +72,6 @@ def _folder_of_each(paths: list[str], rule: LabelRule) -> list[str] | None:
     if at_top is not None:
         raise UserError(
             f"with data.labels=folders every image must lie in the folder of its class, "
-            f"but {at_top} does not; move it, or set data.labels=none"
+            f"but {printable(at_top)} does not; move it, or set data.labels=none."
         )
     return [path.partition("/")[0] for path in paths]

@@ -12,7 +12,7 @@ from xmoco.config import DataConfig
 from xmoco.data.imagesets import ArrayImages, EncodedImages, ImageSet
 from xmoco.data.layout import labels_of, split_folders, train_classes
 from xmoco.data.torchvision_sets import SPLIT_ARGUMENTS, open_torchvision
-from xmoco.data.trees import IMAGE_EXTENSIONS, FolderTree, open_tar
+from xmoco.data.trees import IMAGE_EXTENSIONS, FolderTree, open_tar, printable
 from xmoco.errors import UserError, nearest
 
 __all__ = ["ArrayImages", "EncodedImages", "ImageSet", "open_images"]
@@ -39,14 +39,14 @@ def _open_path(data: DataConfig, split: Literal["train", "test"]) -> ImageSet | 
     # Unlike Path.expanduser, this leaves ~nobody alone, so that it is reported as not there.
     source = Path(os.path.expanduser(data.source))  # noqa: PTH111
     if not data.source or not os.path.exists(source):  # noqa: PTH110
-        raise UserError(f"there is no folder or archive {data.source!r}{_nearest_source(source)}")
+        raise UserError(f"there is no folder or archive {data.source!r}{_nearest_source(source)}.")
     tree = FolderTree(source) if source.is_dir() else open_tar(source)
     kind = "folder" if source.is_dir() else "archive"
     paths = tree.images()
     if not paths:
         raise UserError(
-            f"there are no images in {source}; looked for files ending in "
-            f"{', '.join(IMAGE_EXTENSIONS)}"
+            f"there are no images in {printable(str(source))}; looked for files ending in "
+            f"{', '.join(IMAGE_EXTENSIONS)}."
         )
     train, test = split_folders(paths)
     folder = train if split == "train" else test
@@ -57,11 +57,11 @@ def _open_path(data: DataConfig, split: Literal["train", "test"]) -> ImageSet | 
     chosen = [path for path in paths if path.startswith(folder)]
     labels = labels_of([path.removeprefix(folder) for path in chosen], classes, data.labels)
     return EncodedImages(
-        f"{kind} {source.resolve().name}" + (f" ({split})" if test else ""),
+        f"{kind} {printable(source.resolve().name)}" + (f" ({split})" if test else ""),
         tree,
         chosen,
         labels,
-        classes,
+        None if classes is None else tuple(map(printable, classes)),
         data.short_side,
     )
 
@@ -69,5 +69,5 @@ def _open_path(data: DataConfig, split: Literal["train", "test"]) -> ImageSet | 
 def _nearest_source(source: Path) -> str:
     names = ["patterns", *(TORCHVISION + name for name in SPLIT_ARGUMENTS)]
     if source.parent.is_dir():
-        names += [str(source.parent / sibling.name) for sibling in source.parent.iterdir()]
+        names += [printable(str(sibling)) for sibling in source.parent.iterdir()]
     return nearest(str(source), names)

@@ -34,7 +34,12 @@ def at_most(images: ImageSet, count: int) -> ImageSet:
     """The set itself, or ``count`` images of it, always the same ones, chosen evenly at random."""
     if len(images) <= count:
         return images
-    return taken(images, epoch_order(len(images), seed=0, epoch=0)[:count].sort().values)
+    return taken(images, some_positions(len(images), count))
+
+
+def some_positions(images: int, count: int) -> Tensor:
+    """``count`` of the positions, or all there are: always the same, even at random, ascending."""
+    return epoch_order(images, seed=0, epoch=0)[:count].sort().values
 
 
 def labelled_share(images: ImageSet, fraction: float) -> ImageSet:

@@ -41,7 +41,7 @@ def open_torchvision(data: DataConfig, set_name: str, split: Literal["train", "t
     if set_name not in SPLIT_ARGUMENTS:
         raise UserError(
             f"unknown torchvision set {set_name}{nearest(set_name, SPLIT_ARGUMENTS)}; "
-            f"known are {', '.join(SPLIT_ARGUMENTS)}"
+            f"known are {', '.join(SPLIT_ARGUMENTS)}."
         )
     arguments = SPLIT_ARGUMENTS[set_name][split]
     if set_name == "STL10" and split == "train" and data.labels == "folders":
@@ -67,18 +67,19 @@ def _find(data: DataConfig, set_name: str, arguments: dict[str, Any]) -> Any:
         return kind(data.root, **arguments)
     except ModuleNotFoundError as error:
         raise UserError(
-            f"torchvision:{set_name} needs the package {error.name}: pip install {error.name}"
+            f"torchvision:{set_name} needs the package {error.name}: pip install {error.name}."
         ) from error
     except (RuntimeError, OSError) as error:
         if not data.download:
             raise UserError(
                 f"torchvision:{set_name} is not in {data.root}, or not whole ({error}); "
-                "add data.download=true to download it, or set data.root to where it is"
+                "add data.download=true to download it, or set data.root to where it is."
             ) from error
     try:
         return kind(data.root, download=True, **arguments)
     except (RuntimeError, OSError) as error:
-        raise UserError(f"torchvision:{set_name} cannot be downloaded: {error}") from error
+        reason = str(error).rstrip(".")
+        raise UserError(f"torchvision:{set_name} cannot be downloaded: {reason}.") from error
 
 
 def _pixels(values: Any) -> Tensor:

@@ -58,13 +58,15 @@ class FolderTree(Tree):
         try:
             return sorted(_images_below(str(self._root), ""))
         except OSError as error:
-            raise UserError(f"cannot list {error.filename}: {error.strerror}") from error
+            raise UserError(
+                f"cannot list {printable(error.filename)}: {error.strerror}."
+            ) from error
 
     def read(self, path: str) -> bytes:
         return (self._root / path).read_bytes()
 
     def where(self, path: str) -> str:
-        return _printable(str(self._root / path))
+        return printable(str(self._root / path))
 
 
 class TarTree(Tree):
@@ -94,8 +96,8 @@ class TarTree(Tree):
             self._take = lambda offset, size: content[offset : offset + size]
         except (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError) as error:
             raise UserError(
-                f"{path} is neither a folder nor a whole tar archive "
-                f"(.tar, .tar.gz, .tar.xz or .tar.bz2): {error}"
+                f"{printable(str(path))} is neither a folder nor a whole tar archive "
+                f"(.tar, .tar.gz, .tar.xz or .tar.bz2): {str(error).rstrip('.')}."
             ) from error
 
     def images(self) -> list[str]:
@@ -105,7 +107,7 @@ class TarTree(Tree):
         return self._take(*self._places[path])
 
     def where(self, path: str) -> str:
-        return _printable(f"{self._name}: {path}")
+        return printable(f"{self._name}: {path}")
 
 
 _open_archives: WeakValueDictionary[tuple[Path, int, int], TarTree] = WeakValueDictionary()
@@ -169,6 +171,15 @@ def _is_image(name: str) -> bool:
     return name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS
 
 
-def _printable(text: str) -> str:
-    """File names may hold bytes that are no text; they must not break a message."""
-    return os.fsencode(text).decode(errors="replace")
+def printable(text: str) -> str:
+    """``text`` for messages and records: what cannot be printed, such as a line's end, is escaped.
+
+    A file name may hold anything, even bytes that are no text.
+    """
+    return "".join(char if char.isprintable() else _escaped(char) for char in text)
+
+
+def _escaped(char: str) -> str:
+    if "\udc80" <= char <= "\udcff":  # how Python keeps a byte of a file name that is no text
+        return f"\\x{ord(char) - 0xDC00:x}"
+    return char.encode("unicode_escape").decode()

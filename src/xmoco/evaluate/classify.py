@@ -87,8 +87,8 @@ def train_classifier(
     backbone that is given; a frozen one is checked to be as it was. ``views`` tells size, mean and
     std. ``on_step`` is told the steps done, their total and the loss, now and then.
     """
-    labels, classes = train.labels, train.classes
-    if labels is None or classes is None or test.labels is None:
+    classes = train.classes
+    if train.labels is None or classes is None or test.labels is None:
         raise UserError(f"{train.name} has no labels: a classifier needs them.")
     batch = min(protocol.batch, len(train))
     crops = ViewsConfig(
@@ -109,7 +109,6 @@ def train_classifier(
         groups, lr=1.0, momentum=MOMENTUM, weight_decay=protocol.weight_decay
     )
     batches = Batches(train, batch=batch, seed=seed, device=device, readers=readers)
-    labels = labels.to(device)
     total = protocol.epochs * batches.steps_per_epoch
     with closing(batches.from_step(0)) as stream:
         for step in range(total):
@@ -122,7 +121,8 @@ def train_classifier(
             precision = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
             with precision, torch.set_grad_enabled(not protocol.frozen):
                 features = backbone(pixels)
-            loss = F.cross_entropy(head(features.float()), labels[images.indices.to(device)])
+            assert images.labels is not None
+            loss = F.cross_entropy(head(features.float()), images.labels.to(device))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
@@ -146,7 +146,6 @@ def _accuracy(
     bf16: bool,
     readers: int,
 ) -> Accuracy:
-    assert test.labels is not None
     top1 = top5 = 0
     for batch in in_order(test, TEST_BATCH, device, readers=readers):
         pixels = central(batch.images, batch.sizes, views.size, views)
@@ -154,7 +153,8 @@ def _accuracy(
             features = backbone(pixels)
         scores: Tensor = head(features.float())
         best = scores.topk(min(5, scores.shape[1]), dim=1).indices
-        right = best == test.labels[batch.indices].to(device)[:, None]
+        assert batch.labels is not None
+        right = best == batch.labels.to(device)[:, None]
         top1 += int(right[:, 0].sum())
         top5 += int(right.any(dim=1).sum())
     return Accuracy(100 * top1 / len(test), 100 * top5 / len(test))

@@ -10,10 +10,11 @@ import torch
 from xmoco.config import DataConfig, ViewsConfig
 from xmoco.data import ImageSet, open_images
 from xmoco.data.subset import labelled_share
+from xmoco.data.trees import printable
 from xmoco.errors import UserError, nearest
 from xmoco.evaluate.classify import FINETUNE, LINEAR, Protocol, train_classifier
-from xmoco.evaluate.features import backbone_features
-from xmoco.evaluate.knn import knn_accuracy
+from xmoco.evaluate.features import Features, backbone_features
+from xmoco.evaluate.knn import knn_accuracy, voters
 from xmoco.nn.weights import Weights, load_weights
 from xmoco.records import Record
 from xmoco.train.engine import choose_device
@@ -56,11 +57,14 @@ def evaluate_knn(
         raise UserError("k must be at least 1, and the temperature above 0.")
     place = place or Place(device=device)
     case = _Case.open(weights, data, place)
+    bank = case.features(case.train)
+    asked = None if case.test is None else case.features(case.test)
+    assert bank.labels is not None
     accuracies = knn_accuracy(
-        case.features(case.train),
-        case.labels,
-        None if case.test is None else case.features(case.test),
-        None if case.test is None else case.test.labels,
+        bank.vectors,
+        bank.labels,
+        None if asked is None else asked.vectors,
+        None if asked is None else asked.labels,
         ks=ks,
         temperature=temperature,
     )
@@ -72,6 +76,7 @@ def evaluate_knn(
             split="leave one out" if case.test is None else "test",
             features="backbone",
             k=k,
+            voters=voters(k, len(case.train), alone=asked is None),
             temperature=temperature,
             bank_images=len(case.train),
             judged_images=len(judged),
@@ -135,7 +140,10 @@ class _Case:
     def open(cls, weights: str | Path, data: str | Path, place: Place) -> "_Case":
         device = place.torch_device()
         loaded = load_weights(weights)
-        source = DataConfig(source=str(data), root=place.root, download=place.download)
+        # Not checked as a setting, which is text: a path may hold bytes that are not.
+        source = DataConfig().model_copy(
+            update={"source": str(data), "root": place.root, "download": place.download}
+        )
         train, test = open_images(source, "train"), open_images(source, "test")
         assert train is not None
         for images in filter(None, (train, test)):
@@ -147,16 +155,11 @@ class _Case:
         return cls(loaded, Path(data), train, test, place, device)
 
     @property
-    def labels(self) -> torch.Tensor:
-        assert self.train.labels is not None
-        return self.train.labels
-
-    @property
     def views(self) -> ViewsConfig:
         card = self.weights.card
         return ViewsConfig(size=card.size, mean=card.mean, std=card.std)
 
-    def features(self, images: ImageSet) -> torch.Tensor:
+    def features(self, images: ImageSet) -> Features:
         backbone, readers = self.weights.backbone, self.place.readers
         return backbone_features(backbone, images, self.views, self.device, readers)
 
@@ -165,15 +168,17 @@ class _Case:
     ) -> Record:
         card = self.weights.card
         name = self.source.name.removeprefix("torchvision:").partition(".")[0].lower()
+        # Our own are told by subject, work and epoch; of others, what became of the file matters.
+        foreign = self.weights.report.layout != "xmoco"
         return Record(
             measure=measure,
             value=value,
             unit="%",
             subject=card.method,
-            work=f"{name}-{card.backbone}-{card.epochs}ep",
+            work=f"{printable(name)}-{card.backbone}-{card.epochs}ep",
             protocol={
                 "data": self.train.name,
-                "weights": str(self.weights.report),
+                **({"weights": str(self.weights.report)} if foreign else {}),
                 "size": card.size,
                 "epoch": card.epochs,
                 **protocol,

@@ -42,6 +42,11 @@ def knn_accuracy(
     return {k: 100 * count / len(judged) for k, count in right.items()}
 
 
+def voters(k: int, bank_images: int, alone: bool) -> int:
+    """How many really vote where ``k`` were asked for; alone, an image does not judge itself."""
+    return min(k, bank_images - alone)
+
+
 def nearest_neighbours(
     bank: Tensor, queries: Tensor | None, k: int
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -52,7 +57,7 @@ def nearest_neighbours(
     """
     alone = queries is None
     questions = bank if queries is None else queries
-    k = min(k, len(bank) - alone)
+    k = voters(k, len(bank), alone)
     for first in range(0, len(questions), QUERIES_AT_ONCE):
         block = questions[first : first + QUERIES_AT_ONCE]
         best = block.new_empty(len(block), 0)

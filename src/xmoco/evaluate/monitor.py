@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from xmoco.config import Config
 from xmoco.data import ImageSet
-from xmoco.evaluate.features import backbone_features, pixel_features
-from xmoco.evaluate.knn import knn_accuracy, nearest_neighbours
+from xmoco.evaluate.features import Features, backbone_features, pixel_features
+from xmoco.evaluate.knn import knn_accuracy, nearest_neighbours, voters
 from xmoco.records import Record
 
 
@@ -52,7 +52,7 @@ class Monitor:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Some images to ask about (their positions), their neighbours among the training images
         (positions), and the similarities, for a picture of both."""
-        bank, *rest = self._features(backbone)
+        bank, *rest = (features.vectors for features in self._features(backbone))
         asked = rest[0] if rest else bank
         chosen = torch.linspace(0, len(asked) - 1, queries).long()
         extra = 0 if rest else 1  # without a test split the nearest neighbour is the image itself
@@ -64,7 +64,7 @@ class Monitor:
     def _sets(self) -> list[ImageSet]:
         return [self.train] if self.test is None else [self.train, self.test]
 
-    def _features(self, backbone: nn.Module) -> list[Tensor]:
+    def _features(self, backbone: nn.Module) -> list[Features]:
         config = self.config
         return [
             backbone_features(backbone, images, config.views, self.device, config.run.readers)
@@ -72,24 +72,26 @@ class Monitor:
         ]
 
     def _judge(
-        self, sets: list[Tensor], *, subject: str, features: str, epoch: int, step: int
+        self, sets: list[Features], *, subject: str, features: str, epoch: int, step: int
     ) -> Record:
         monitor = self.config.monitor
-        assert self.train.labels is not None
+        bank, alone = sets[0], self.test is None
+        assert bank.labels is not None
         accuracy = knn_accuracy(
-            sets[0],
-            self.train.labels,
-            None if self.test is None else sets[1],
-            None if self.test is None else self.test.labels,
+            bank.vectors,
+            bank.labels,
+            None if alone else sets[1].vectors,
+            None if alone else sets[1].labels,
             ks=(monitor.knn_k,),
             temperature=monitor.knn_temperature,
         )[monitor.knn_k]
         protocol: dict[str, Any] = {
             "data": self.train.name,
-            "split": "leave one out" if self.test is None else "test",
+            "split": "leave one out" if alone else "test",
             "features": features,
             "size": self.config.views.size,
             "k": monitor.knn_k,
+            "voters": voters(monitor.knn_k, len(self.train), alone),
             "temperature": monitor.knn_temperature,
             "bank_images": len(self.train),
             "judged_images": len(self._sets()[-1]),

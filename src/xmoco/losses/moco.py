@@ -32,10 +32,14 @@ class MoCoLoss(nn.Module):
     def forward(
         self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and its two terms, for unit-length features (N, d); the keys then enter."""
+        """The loss and its two terms, for unit-length features (N, d).
+
+        The keys then enter the banks, unless the module is in eval mode.
+        """
         log_p_s, log_p_t = self.similarities(q_s, q_t, k_s, k_t)
         terms = {"source": infonce(log_p_s), "target": infonce(log_p_t)}
-        self.banks.enter(k_s, k_t)
+        if self.training:
+            self.banks.enter(k_s, k_t)
         return terms["source"] + terms["target"], terms
 
     def similarities(

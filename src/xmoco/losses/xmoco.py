@@ -69,7 +69,8 @@ class XMoCoLoss(MoCoLoss):
     def forward(
         self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and its four terms; then the keys enter the banks, and the history moves on.
+        """The loss and its four terms; then, unless the module is in eval mode, the keys enter the
+        banks and the history moves on.
 
         A term is named after the side that tells: ``labels_source`` is CE(Y_s, P_t).
         """
@@ -81,11 +82,11 @@ class XMoCoLoss(MoCoLoss):
             "consistency_source": consistency(log_p_s, log_p_t),
             "consistency_target": consistency(log_p_t, log_p_s),
         }
-        self.banks.enter(k_s, k_t)
-        if self.history is not None:
-            if self.history_kind == "queries":
+        if self.training:
+            self.banks.enter(k_s, k_t)
+            if self.history_kind == "queries" and self.history is not None:
                 self.history.enter(q_s, q_t)
-            else:
+            elif self.history is not None:
                 self.history.enter(log_p_s[:, 1:], log_p_t[:, 1:])
         return torch.stack(list(terms.values())).sum(), terms
 

@@ -60,7 +60,7 @@ def save_backbone(backbone: ResNet, card: BackboneCard, path: Path) -> None:
     tensors = {
         name: value.detach().cpu().contiguous() for name, value in backbone.state_dict().items()
     }
-    header = {"format": "pt", "xmoco": json.dumps(asdict(card))}
+    header = {"xmoco": json.dumps(asdict(card))}  # one entry: several have no fixed order
     write_whole(path, save(tensors, metadata=header))
 
 

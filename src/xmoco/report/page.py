@@ -6,12 +6,12 @@ forbids both), and it follows the reader's light or dark screen. Everything that
 """
 
 import base64
-import os
 import statistics
 from collections.abc import Iterable, Mapping
 from html import escape
 from pathlib import Path
 
+from xmoco.files import write_whole
 from xmoco.report.curves import DARK, LIGHT, History, Panel, panel_png, panels, read_history
 
 TORCHVISION_BACKBONES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
@@ -107,7 +107,7 @@ def write_report(
 </html>
 """
     report = run / "report.html"
-    _write_whole(report, page)
+    write_whole(report, page.encode("utf-8", errors="replace"))
     return report
 
 
@@ -152,8 +152,13 @@ def _sentence(history: History) -> str:
     epochs = "1 epoch" if own.epochs[-1] == 1 else f"{own.epochs[-1]:g} epochs"
     return (
         f"After {epochs} a kNN classifier on the learnt features is right for "
-        f"{own.values[-1]:.1f} % of the test images{beside}.{peak}"
+        f"{own.values[-1]:.1f} % of the {_judged(history)} images{beside}.{peak}"
     )
+
+
+def _judged(history: History) -> str:
+    alone = history.knn_records()[-1]["protocol"].get("split") == "leave one out"
+    return "training" if alone else "test"
 
 
 def _protocol(history: History) -> str:
@@ -241,17 +246,3 @@ def _details(title: str, text: str | None) -> str:
 
 def _read(file: Path) -> str | None:
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
-
-
-def _write_whole(file: Path, text: str) -> None:
-    """A reader sees the old file or the new one, never half; a failure leaves nothing behind."""
-    temporary = file.with_name(file.name + ".tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        temporary.replace(file)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from xmoco.config import ViewsConfig
-from xmoco.data import ImageSet, in_order
-from xmoco.data.subset import Subset, at_most
+from xmoco.data import ImageSet, at_positions
+from xmoco.data.subset import some_positions
 from xmoco.data.views import central, draw, render
 from xmoco.evaluate.monitor import Monitor
 from xmoco.report.sheets import neighbours_sheet, views_sheet
@@ -17,7 +17,7 @@ SIDE = 128  # pictures of larger images are shrunk to this
 
 def picture_views(images: ImageSet, views: ViewsConfig, seed: int, device: torch.device) -> bytes:
     """Some images, each with two views as the first step would draw them."""
-    batch = next(in_order(at_most(images, COLUMNS), COLUMNS, device))
+    batch = at_positions(images, some_positions(len(images), COLUMNS), device)
     mean, std = (
         torch.tensor(values, device=device)[:, None, None] for values in (views.mean, views.std)
     )
@@ -40,21 +40,24 @@ def picture_neighbours(monitor: Monitor, backbone: nn.Module) -> bytes | None:
     if columns < 1:
         return None
     queries, neighbours, similarities = monitor.neighbours(backbone, rows, columns)
-    found = _pictures(train, neighbours.flatten(), monitor.config.views)
-    known = train.labels is not None and asked.labels is not None
+    query_pictures, query_labels = _pictures(asked, queries, monitor.config.views)
+    pictures, labels = _pictures(train, neighbours.flatten(), monitor.config.views)
     return neighbours_sheet(
-        _pictures(asked, queries, monitor.config.views),
-        found.unflatten(0, neighbours.shape),
+        query_pictures,
+        pictures.unflatten(0, neighbours.shape),
         similarities,
-        query_labels=asked.labels[queries] if known and asked.labels is not None else None,
-        neighbour_labels=train.labels[neighbours] if known and train.labels is not None else None,
+        query_labels=None if labels is None else query_labels,
+        neighbour_labels=None if labels is None else labels.view_as(neighbours),
         classes=train.classes,
     )
 
 
-def _pictures(images: ImageSet, positions: Tensor, views: ViewsConfig) -> Tensor:
-    """Central squares of the images at ``positions``, uint8 (n, 3, side, side)."""
+def _pictures(
+    images: ImageSet, positions: Tensor, views: ViewsConfig
+) -> tuple[Tensor, Tensor | None]:
+    """Central squares, uint8 (n, 3, side, side), of the images at ``positions``; their labels."""
     plain = views.model_copy(update={"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)})
     side = min(views.size, SIDE)
-    batch = next(in_order(Subset(images, positions), len(positions), torch.device("cpu")))
-    return (central(batch.images, batch.sizes, side, plain).clamp(0, 1) * 255).round().byte()
+    batch = at_positions(images, positions, torch.device("cpu"))
+    squares = central(batch.images, batch.sizes, side, plain).clamp(0, 1)
+    return (squares * 255).round().byte(), batch.labels

@@ -38,6 +38,8 @@ def build_fabric(run: RunConfig) -> Fabric:
 
 def resolve_batch_norm(model: ModelConfig, fabric: Fabric, images_per_forward: int) -> ModelConfig:
     """``auto`` becomes what suits the number of processes; what cannot work is a ``UserError``."""
+    if images_per_forward < 2:
+        raise UserError("batch norm needs at least two images at once: raise batch.")
     choice = model.batch_norm
     if choice == "auto":
         choice = "shuffled" if fabric.world_size > 1 else "split"

@@ -7,8 +7,8 @@ depends on is in the checkpoint; so a resumed run equals an uninterrupted one bi
 import math
 import shlex
 import time
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from xmoco.config import Config
 from xmoco.data import Batch, Batches
 from xmoco.data.views import draw, render
+from xmoco.distributed import sum_over_processes
 from xmoco.errors import Interrupted, UserError
 from xmoco.methods import Method, Step
 from xmoco.train.checkpoints import load_checkpoint
@@ -61,6 +62,7 @@ class Training:
     method: Method
     batches: Batches
     run: RunFolder
+    images: str = ""  # their fingerprint
     step: int = 0
     seconds: float = 0.0  # of training, over all sessions
 
@@ -70,7 +72,7 @@ class Training:
         self.total_steps = train.epochs * self.steps_per_epoch
         self.peak_rate = optim.learning_rate * train.batch / 256
         self.unreadable_named = len(self.run.unreadable())
-        self._name_unreadable()
+        self.name_unreadable()
         self.method.to(memory_format=torch.channels_last)
         learned = [p for p in self.method.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(
@@ -85,6 +87,11 @@ class Training:
         if path is None:
             return False
         state = load_checkpoint(path)
+        if state.get("identity") != self.identity:
+            raise UserError(
+                f"{path} belongs to other settings or images than {self.run.path} has now: "
+                "put config.yaml and the images back as they were, or start a new run with --out."
+            )
         try:
             self.method.load_state_dict(state["method"])
             self.optimizer.load_state_dict(state["optimizer"])
@@ -95,6 +102,12 @@ class Training:
             ) from None
         return True
 
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must not change between sessions: settings, and how many images of which names."""
+        settings = self.config.model_dump(mode="json", exclude={"run"})
+        return {"settings": settings, "images": self.images}
+
     def save(self) -> None:
         """Write a checkpoint, unless the weights are no longer numbers."""
         if not self.fabric.is_global_zero:
@@ -103,6 +116,7 @@ class Training:
         if not torch.stack(norms).isfinite().all():
             raise self._diverged()
         state = {
+            "identity": self.identity,
             "seconds": self.seconds,
             "method": self.method.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -116,10 +130,13 @@ class Training:
         saves = _SaveClock(self.config.train.checkpoint_minutes * 60)
         self.method.train()
         before, started = self.seconds, time.perf_counter()
-        with StopRequest() as stop, closing(self.batches.from_step(self.step)) as stream:
+        with ExitStack() as stack:
+            stop = stack.enter_context(StopRequest())
+            stack.callback(self.name_unreadable)
+            stream = stack.enter_context(closing(self.batches.from_step(self.step)))
             while self.step < self.total_steps:
                 log = (self.step + 1) % log_every == 0 or self.step + 1 == self.total_steps
-                step = self._advance(next(stream), measure=log)
+                step = self._advance(self._next(stream), measure=log)
                 pace.add(step)
                 self.step += 1
                 self.seconds = before + time.perf_counter() - started
@@ -129,7 +146,7 @@ class Training:
                     values = pace.values(step.gauges)
                     if not math.isfinite(values["loss"]):
                         raise self._diverged()
-                    self._name_unreadable()
+                    self._check_unreadable()
                     if self.fabric.is_global_zero:
                         spectator.on_values(self.step, self.step / epoch_length, values)
                 epoch_over = self.step % epoch_length == 0
@@ -195,7 +212,26 @@ class Training:
         self.method.after_step()
         return _mean_of_parts(done)
 
-    def _name_unreadable(self) -> None:
+    def _next(self, stream: Iterator[Batch]) -> Batch:
+        try:
+            return next(stream)
+        except UserError as error:
+            error.alone = True  # other processes may have had no trouble with their images
+            raise
+
+    def _check_unreadable(self) -> None:
+        """The limit is for all processes together, and all stop together."""
+        self.name_unreadable()
+        unreadable = self.batches.unreadable
+        total = sum_over_processes(torch.tensor(len(unreadable), device=self.fabric.device))
+        if int(total) > unreadable.limit:
+            raise UserError(
+                f"{int(total)} of {unreadable.images} images cannot be read, which is more than "
+                f"1 %; see {self.run.path / 'unreadable.txt'}."
+            )
+
+    def name_unreadable(self) -> None:
+        """Write the images that could not be read into the run folder."""
         found = list(self.batches.unreadable)
         self.run.add_unreadable(found[self.unreadable_named :])
         self.unreadable_named = len(found)
@@ -234,7 +270,9 @@ class _Pace:
 
     def values(self, gauges: Mapping[str, Tensor]) -> dict[str, float]:
         training = self.training
-        values = {name: float(total) / self.steps for name, total in self.sums.items()}
+        sums = sum_over_processes(torch.stack(list(self.sums.values()))).tolist()
+        count = self.steps * training.fabric.world_size
+        values = {name: total / count for name, total in zip(self.sums, sums, strict=True)}
         seconds = time.perf_counter() - self.started
         waited = training.batches.waited - self.waited
         values["learning_rate"] = training.rate(training.step - 1)

@@ -6,24 +6,31 @@ not be read, ``unreadable.txt``.
 """
 
 import json
+import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from xmoco.config import Config, config_from_settings, config_yaml
+from xmoco.config import Config, config_yaml, read_config
 from xmoco.errors import UserError
 from xmoco.files import write_whole
 from xmoco.records import Record, commit, machine, now, versions
 from xmoco.train.checkpoints import Checkpoints
 
+if sys.platform != "win32":
+    import fcntl
+
+
+TEST_SPLIT = "test split: "
+
 
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock: int | None = None
         self.checkpoints = Checkpoints(path / "checkpoints")
 
     @classmethod
@@ -35,7 +42,9 @@ class RunFolder:
             fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
             try:
                 (fresh / "config.yaml").write_text(config_yaml(config), encoding="utf-8")
-                fresh.chmod(0o755)
+                umask = os.umask(0)
+                os.umask(umask)
+                fresh.chmod(0o777 & ~umask)  # mkdtemp's folders are for their owner only
                 fresh.rename(path)
             finally:
                 shutil.rmtree(fresh, ignore_errors=True)
@@ -61,16 +70,28 @@ class RunFolder:
             raise UserError(f"nothing to resume: {path} {there} (start one without --resume).")
         return cls(path)
 
+    def lock(self) -> None:
+        """Keep other processes from training here until ``unlock``, or until this one ends."""
+        if sys.platform == "win32":
+            return
+        self._lock = os.open(self.path / "config.yaml", os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self.unlock()
+            raise UserError(f"another process is training in {self.path}: wait for it.") from None
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
     @property
     def weights(self) -> Path:
         return self.path / "backbone.safetensors"
 
     def config(self) -> Config:
-        file = self.path / "config.yaml"
-        try:
-            return config_from_settings(yaml.safe_load(file.read_text(encoding="utf-8")))
-        except (OSError, yaml.YAMLError, UserError) as error:
-            raise UserError(f"{file} cannot be used: {' '.join(str(error).split())}") from None
+        return read_config(self.path / "config.yaml")
 
     def write_environment(self, **facts: Any) -> None:
         content = {
@@ -103,9 +124,8 @@ class RunFolder:
         ]
 
     def _knn_records(self) -> list[dict[str, Any]]:
-        file = self.path / "metrics.jsonl"
-        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        return [line for line in map(json.loads, lines) if line.get("measure") == "knn_top1"]
+        lines = map(json.loads, self._lines("metrics.jsonl"))
+        return [line for line in lines if line.get("measure") == "knn_top1"]
 
     def log(self, text: str) -> None:
         self._append("train.log", f"{now()} {text}")
@@ -116,7 +136,7 @@ class RunFolder:
         if not file.exists():
             return
         kept = []
-        for text in file.read_text(encoding="utf-8").splitlines():
+        for text in self._lines("metrics.jsonl"):
             try:
                 line = json.loads(text)
             except ValueError:  # the last line, cut off when the run was killed
@@ -126,21 +146,24 @@ class RunFolder:
         write_whole(file, "".join(kept).encode())
 
     def unreadable(self) -> list[tuple[str, str]]:
-        """Images that could not be read so far, each with the reason."""
-        file = self.path / "unreadable.txt"
-        if not file.exists():
-            return []
-        lines = file.read_text(encoding="utf-8").splitlines()
+        """Training images that could not be read so far, each with the reason."""
+        lines = [line for line in self._lines("unreadable.txt") if not line.startswith(TEST_SPLIT)]
         return list(dict(_pair(line) for line in lines).items())
 
-    def add_unreadable(self, images: Iterable[tuple[str, str]]) -> None:
+    def add_unreadable(self, images: Iterable[tuple[str, str]], test: bool = False) -> None:
         """Every process adds its own; a name may stand there twice."""
         for where, why in images:
-            self._append("unreadable.txt", f"{where}\t{why}")
+            self._append("unreadable.txt", f"{TEST_SPLIT if test else ''}{where}\t{why}")
+
+    def _lines(self, name: str) -> list[str]:
+        """Not by splitlines: names may hold characters that it takes for line ends."""
+        file = self.path / name
+        text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+        return [line for line in text.split("\n") if line]
 
     def _append(self, name: str, line: str) -> None:
         try:
-            with (self.path / name).open("a", encoding="utf-8") as file:
+            with (self.path / name).open("a", encoding="utf-8", errors="replace") as file:
                 file.write(line + "\n")
         except OSError as error:
             raise UserError(
