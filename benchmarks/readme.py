@@ -234,7 +234,7 @@ def neighbours_of(queries: Tensor, run: Path) -> Tensor:
     config, cpu = RunFolder(run).config(), torch.device("cpu")
     backbone = load_backbone(run)
     train, test = (
-        backbone_features(backbone, images, config.views, cpu, config.run.readers)
+        backbone_features(backbone, images, config.views, cpu, config.run.readers).vectors
         for images in (open_images(config.data, "train"), open_images(config.data, "test"))
         if images is not None
     )

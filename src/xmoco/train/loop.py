@@ -222,13 +222,14 @@ class Training:
     def _check_unreadable(self) -> None:
         """The limit is for all processes together, and all stop together."""
         self.name_unreadable()
-        unreadable = self.batches.unreadable
-        total = sum_over_processes(torch.tensor(len(unreadable), device=self.fabric.device))
-        if int(total) > unreadable.limit:
-            raise UserError(
-                f"{int(total)} of {unreadable.images} images cannot be read, which is more than "
-                f"1 %; see {self.run.path / 'unreadable.txt'}."
-            )
+        if self.fabric.world_size > 1:
+            found = self.fabric.broadcast(len(self.run.unreadable()))
+            images, limit = self.batches.unreadable.images, self.batches.unreadable.limit
+            if found > limit:
+                raise UserError(
+                    f"{found} of {images} images cannot be read, which is more than 1 %; "
+                    f"they are named in {self.run.path / 'unreadable.txt'}."
+                )
 
     def name_unreadable(self) -> None:
         """Write the images that could not be read into the run folder."""
