@@ -29,9 +29,10 @@ def run_demo(out: Path | None = None) -> dict[str, float]:
     ours = pretrain("demo", out=folder / "xmoco")
     accuracy = rival.knn | ours.knn
 
-    table = Table(title="\nkNN accuracy on unseen patterns of ten families", title_justify="left")
-    table.add_column("features of")
-    table.add_column("accuracy", justify="right")
+    console.print("\nkNN accuracy on unseen patterns of ten families, from features of …")
+    table = Table(show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
     for subject, name in NAMES.items():
         style = "bold" if subject == "xmoco" else ""
         table.add_row(name, f"{accuracy[subject]:.1f} %", style=style)
