@@ -25,11 +25,12 @@ lock: $(BIN)/uv
 		--generate-hashes --no-header --no-annotate --quiet --output-file requirements.lock
 
 $(BIN)/uv:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "xmoco needs Python 3.11 or newer; say which with: make PYTHON=python3.12 …")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "xmoco needs Python 3.11 or newer; say which with: make PYTHON=python3.12 …")'
+	@$(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check uv
 
 $(READY): requirements.lock pyproject.toml | $(BIN)/uv
-	$(BIN)/uv pip install --python $(BIN)/python --require-hashes -r requirements.lock
-	$(BIN)/uv pip install --python $(BIN)/python --no-deps --editable .
-	touch $@
+	@echo "setting up .venv: a few gigabytes to fetch the first time"
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.lock
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
+	@touch $@

@@ -23,7 +23,6 @@ from PIL import Image
 from torch import Tensor
 
 from xmoco import load_backbone
-from xmoco.config import load_config, recipe_names
 from xmoco.data.patterns import patterns
 from xmoco.data.sources import open_images
 from xmoco.demo import NAMES
@@ -31,6 +30,7 @@ from xmoco.evaluate.features import backbone_features
 from xmoco.evaluate.knn import nearest_neighbours
 from xmoco.report.curves import LIGHT, Panel, draw_panel, read_history
 from xmoco.report.sheets import WRONG
+from xmoco.settings import load_config, recipe_names
 from xmoco.train.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -25,7 +25,7 @@ from helpers import (
     run_cli,
     write_recipe,
 )
-from xmoco.config import all_fields, recipe_names
+from xmoco.settings import all_fields, recipe_names
 from xmoco.train.checkpoints import load_checkpoint
 from xmoco.train.loop import Training
 

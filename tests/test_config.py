@@ -7,11 +7,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from xmoco.config import (
+from xmoco.config import Config, MoCoV2PlusConfig, XMoCoConfig
+from xmoco.errors import UserError, nearest
+from xmoco.settings import (
     OTHER_NAMES,
-    Config,
-    MoCoV2PlusConfig,
-    XMoCoConfig,
     all_fields,
     config_yaml,
     differences,
@@ -21,7 +20,6 @@ from xmoco.config import (
     recipe_names,
     setting_descriptions,
 )
-from xmoco.errors import UserError, nearest
 
 
 def test_the_imagenet_recipe_is_the_papers() -> None:

@@ -14,9 +14,9 @@ import typer
 
 import xmoco
 from xmoco.cli import app
-from xmoco.config import load_config
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
+from xmoco.settings import load_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")

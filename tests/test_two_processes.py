@@ -27,10 +27,11 @@ from helpers import (
     run_two,
     write_recipe,
 )
-from xmoco.config import Config, load_config
+from xmoco.config import Config
 from xmoco.data import Batches, open_images
 from xmoco.losses.bank import PairedRing
 from xmoco.methods import build_method
+from xmoco.settings import load_config
 from xmoco.train.checkpoints import load_checkpoint
 from xmoco.train.engine import build_fabric
 from xmoco.train.loop import Spectator, Training

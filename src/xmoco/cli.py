@@ -44,16 +44,17 @@ app.add_typer(evaluate, name="evaluate")
 
 
 @app.command(
-    epilog="Examples: `xmoco pretrain --recipe demo epochs=3` · "
-    "`xmoco pretrain --recipe cifar10 --data torchvision:CIFAR10 download=true` · "
-    "`xmoco pretrain --recipe imagenette --data ~/photos --out runs/photos batch=256` · "
+    epilog="Examples:\n\n"
+    "`xmoco pretrain --recipe demo epochs=3`\n\n"
+    "`xmoco pretrain --recipe cifar10 --data torchvision:CIFAR10 download=true`\n\n"
+    "`xmoco pretrain --recipe imagenette --data ~/photos --out runs/photos batch=256`\n\n"
     "`xmoco pretrain --resume --out runs/photos`"
 )
 def pretrain(
     settings: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...",
+            metavar="KEY=VALUE",
             help="Changes to the recipe, e.g. `epochs=100 batch=256`; `xmoco settings` lists them.",
         ),
     ] = None,
@@ -129,7 +130,8 @@ RecordsFile = Annotated[
 
 
 @evaluate.command(
-    epilog="Examples: `xmoco evaluate knn runs/demo/xmoco patterns` · "
+    epilog="Examples:\n\n"
+    "`xmoco evaluate knn runs/demo/xmoco patterns`\n\n"
     "`xmoco evaluate knn backbone.safetensors photos/ --k 20`"
 )
 def knn(
@@ -222,7 +224,8 @@ def finetune(
 
 
 @app.command(
-    epilog="Examples: `xmoco export runs/photos --to timm` · "
+    epilog="Examples:\n\n"
+    "`xmoco export runs/photos --to timm`\n\n"
     "`xmoco export backbone.safetensors --to onnx --out photos.onnx`"
 )
 def export(
@@ -262,7 +265,7 @@ def settings(
     ] = None,
 ) -> None:
     """List every setting with its value in a recipe (default: `imagenet`) and its meaning."""
-    from xmoco.config import load_config, setting_descriptions
+    from xmoco.settings import load_config, setting_descriptions
 
     config = load_config(recipe or "imagenet")
     for section, fields in setting_descriptions(config).items():

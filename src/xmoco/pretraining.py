@@ -12,7 +12,7 @@ from lightning_fabric import Fabric
 from rich.console import Console
 from torch import nn
 
-from xmoco.config import Config, ModelConfig, differences, load_config
+from xmoco.config import Config, ModelConfig
 from xmoco.data import Batches, ImageSet, Unreadable, open_images
 from xmoco.data.batches import resident
 from xmoco.data.fingerprint import fingerprint
@@ -23,6 +23,7 @@ from xmoco.methods import build_method
 from xmoco.nn.weights import BackboneCard, load_backbone, read_card, save_backbone
 from xmoco.report.page import write_report
 from xmoco.report.pictures import picture_neighbours, picture_views
+from xmoco.settings import differences, load_config
 from xmoco.train.engine import build_fabric, describe_batch_norm, resolve_batch_norm
 from xmoco.train.loop import Spectator, Training
 from xmoco.train.run_folder import RunFolder

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from xmoco.config import load_config
 from xmoco.data import ArrayImages, ImageSet, UnreadableImage
 from xmoco.data.subset import some_positions
 from xmoco.evaluate.monitor import Monitor
 from xmoco.report import pictures
+from xmoco.settings import load_config
 
 CONFIG = load_config("demo", ["size=8", "knn_k=3", "device=cpu"])
 

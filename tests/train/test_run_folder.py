@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from xmoco.config import load_config
 from xmoco.errors import UserError
 from xmoco.records import Record
+from xmoco.settings import load_config
 from xmoco.train import run_folder
 from xmoco.train.run_folder import RunFolder
 

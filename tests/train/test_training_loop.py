@@ -9,10 +9,10 @@ import torch
 from torch.testing import assert_close
 
 from helpers import make_images, write_recipe
-from xmoco.config import load_config
 from xmoco.data import Batches, open_images
 from xmoco.errors import UserError
 from xmoco.methods import build_method
+from xmoco.settings import load_config
 from xmoco.train import loop
 from xmoco.train.engine import build_fabric
 from xmoco.train.loop import Spectator, Training

@@ -14,10 +14,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from xmoco.config import Config, config_yaml, read_config
+from xmoco.config import Config
 from xmoco.errors import UserError
 from xmoco.files import write_whole
 from xmoco.records import Record, commit, machine, now, versions
+from xmoco.settings import config_yaml, read_config
 from xmoco.train.checkpoints import Checkpoints
 
 if sys.platform != "win32":

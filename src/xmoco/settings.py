@@ -1,0 +1,293 @@
+"""Recipes and ``key=value`` changes become a configuration; every mistake becomes a sentence."""
+
+import re
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from xmoco.config import METHODS, Config, Section
+from xmoco.errors import UserError, nearest
+
+# What other programs and the paper call some settings: not keys, but we know what is meant.
+OTHER_NAMES = {
+    "lr": "learning_rate",
+    "wd": "weight_decay",
+    "tau": "temperature",
+    "lambda": "sharpness",
+    "xi": "positive_mass",
+    "K": "bank_length",
+    "workers": "readers",
+}
+
+Settings = dict[str, dict[str, Any]]
+
+
+def load_config(
+    recipe: str | Path | None = None,
+    overrides: Iterable[str] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> Config:
+    """The recipe (a name, a yaml file, or none for plain defaults) with changes to it.
+
+    Changes come as ``key=value`` texts and as a mapping of keys to values. A key is
+    ``section.field``, or just ``field``: no two sections share a field. All mistakes are reported
+    at once, in one ``UserError``.
+    """
+    mistakes: list[str] = []
+    asked: list[tuple[str, Any]] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if equals:
+            asked.append((key.strip(), _parse(key.strip(), text)))
+        else:
+            mistakes.append(f"{override!r} is not of the form key=value")
+    changes: Settings = {}
+    for key, value in [*asked, *(settings or {}).items()]:
+        path = _find_field(key)
+        if path is None:
+            known = [name for pair in all_fields() for name in (pair[1], ".".join(pair))]
+            mistakes.append(f"unknown key {key!r}{_suggestion(key, known)}")
+        else:
+            section, field = path
+            changes.setdefault(section, {})[field] = value
+    return _validated(_merged({} if recipe is None else read_recipe(recipe), changes), mistakes)
+
+
+def read_config(path: Path) -> Config:
+    """The configuration in a run's config.yaml."""
+    try:
+        return config_from_settings(_read_yaml(_read_text(path), "it"))
+    except UserError as error:
+        raise UserError(f"{path} cannot be used: {error}") from None
+
+
+def config_from_settings(settings: Any) -> Config:
+    """Settings as they stand in a run's config.yaml."""
+    if not isinstance(settings, dict):
+        raise UserError("it holds no settings.")
+    return _validated(settings, [])
+
+
+def read_recipe(recipe: str | Path, heirs: tuple[str, ...] = ()) -> Settings:
+    """The settings of a recipe, those of the recipe it ``inherits`` from included.
+
+    ``heirs`` are the recipes that inherit from this one.
+    """
+    text, where = _recipe_text(recipe)
+    if where in heirs:
+        raise UserError(f"{where} inherits from itself.")
+    content = _read_yaml(text, where) or {}
+    if not isinstance(content, dict):
+        raise UserError(
+            f"{where} must hold sections such as `train:`, not {type(content).__name__}."
+        )
+    parent = content.pop("inherits", None)
+    if parent is not None and not isinstance(parent, str):
+        raise UserError(f"{where} must inherit from one recipe by name, not from {parent!r}.")
+    for section, fields in content.items():
+        if section == "method" and isinstance(fields, str):
+            content[section] = {"name": fields}
+        elif not isinstance(fields, dict):
+            raise UserError(f"{where}: {section} must hold keys and values, not {fields!r}.")
+    if parent is None:
+        return content
+    if _is_file(parent):  # looked for beside the file that inherits from it
+        parent = (Path(recipe).parent / parent).resolve()
+    return _merged(read_recipe(parent, (*heirs, where)), content)
+
+
+def recipe_names() -> list[str]:
+    folder = resources.files("xmoco") / "recipes"
+    return sorted(item.name[:-5] for item in folder.iterdir() if item.name.endswith(".yaml"))
+
+
+def all_fields() -> dict[tuple[str, str], FieldInfo]:
+    """Every (section, field) of any method's configuration."""
+    found: dict[tuple[str, str], FieldInfo] = {}
+    for section, info in Config.model_fields.items():
+        kinds = METHODS.values() if section == "method" else [info.annotation]
+        for kind in kinds:
+            assert isinstance(kind, type)
+            assert issubclass(kind, Section)
+            found |= {(section, field): about for field, about in kind.model_fields.items()}
+    return found
+
+
+def setting_descriptions(config: Config) -> dict[str, list[tuple[str, str, str]]]:
+    """By section: key, value and meaning of every setting."""
+    described = {}
+    for section in Config.model_fields:
+        values = getattr(config, section)
+        described[section] = [
+            (field, _shown(getattr(values, field)), info.description or "")
+            for field, info in type(values).model_fields.items()
+        ]
+    return described
+
+
+def _shown(value: Any) -> str:
+    text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True)
+    return text.removesuffix("\n...\n").strip()
+
+
+def config_yaml(config: Config) -> str:
+    settings = config.model_dump(mode="json")
+    return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def differences(old: Config, new: Config) -> list[str]:
+    """``section.field: old → new`` for everything but where the run takes place.
+
+    A run keeps the batch norm it chose, so asking for ``auto`` again agrees with any.
+    """
+    before, after = old.model_dump(), new.model_dump()
+    found = []
+    for section in before:
+        if section == "run":
+            continue
+        for field in before[section] | after[section]:
+            was, now = before[section].get(field), after[section].get(field)
+            agrees = was == now or (field, now) == ("batch_norm", "auto")
+            if not agrees:
+                found.append(f"{section}.{field}: {was} → {now}")
+    return found
+
+
+def _recipe_text(recipe: str | Path) -> tuple[str, str]:
+    if str(recipe) in recipe_names():
+        resource = resources.files("xmoco") / "recipes" / f"{recipe}.yaml"
+        return resource.read_text(encoding="utf-8"), f"recipe {recipe}"
+    if _is_file(recipe):
+        try:
+            return _read_text(Path(recipe)), str(recipe)
+        except UserError as error:
+            raise UserError(f"cannot read the recipe {recipe}: {error}") from None
+    names = recipe_names()
+    raise UserError(
+        f"unknown recipe {str(recipe)!r}{nearest(str(recipe), names)}; "
+        f"there are {', '.join(names)}, or give a .yaml file."
+    )
+
+
+def _is_file(recipe: str | Path) -> bool:
+    return Path(recipe).suffix in {".yaml", ".yml"}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise UserError(getattr(error, "strerror", None) or "it is not a text file") from None
+
+
+def _read_yaml(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
+        raise UserError(f"{where} is not valid yaml: {' '.join(str(error).split())}") from None
+
+
+def _find_field(key: str) -> tuple[str, str] | None:
+    if key == "method":
+        return "method", "name"
+    return next((pair for pair in all_fields() if key in (pair[1], ".".join(pair))), None)
+
+
+def _parse(key: str, text: str) -> Any:
+    """The value of ``key=text``: yaml, except that a setting which is text is taken as it is."""
+    path = _find_field(key)
+    if path is not None and all_fields()[path].annotation is str:
+        return text
+    try:
+        return _read_yaml(text, key)
+    except UserError:
+        return text
+
+
+def _merged(below: Settings, above: Settings) -> Settings:
+    """``above`` laid over ``below``, key by key.
+
+    Where ``above`` names the method, what ``below`` says for other methods only is left out.
+    """
+    name = above.get("method", {}).get("name")
+    if isinstance(name, str) and name in METHODS:
+        method = below.get("method", {})
+        own = METHODS[name].model_fields
+        foreign = {field for section, field in all_fields() if section == "method"} - own.keys()
+        below = below | {"method": {k: v for k, v in method.items() if k not in foreign}}
+    return below | {section: below.get(section, {}) | above[section] for section in above}
+
+
+def _validated(settings: Settings, mistakes: list[str]) -> Config:
+    settings = dict(settings)
+    method = settings.get("method")
+    if isinstance(method, dict):
+        settings["method"] = {"name": "xmoco"} | method
+    try:
+        config = Config.model_validate(settings)
+    except ValidationError as error:
+        mistakes = mistakes + [_sentence(item) for item in error.errors()]
+    if mistakes:
+        raise UserError("; ".join(dict.fromkeys(mistakes)) + ".")
+    return config
+
+
+def _suggestion(key: str, known: Iterable[str]) -> str:
+    meant = OTHER_NAMES.get(key.rpartition(".")[2])
+    return f" (did you mean {meant}?)" if meant else nearest(key, known)
+
+
+# By pydantic's name of an error, where its own words are not a user's.
+_WANTED = {
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be text, in quotes if it looks like something else",
+    "string_too_short": "must not be empty",
+    "model_type": "must hold keys and values",
+    "model_attributes_type": "must hold keys and values",
+}
+
+
+def _sentence(error: Any) -> str:
+    """One pydantic error as ``section.field = value: what it must be``."""
+    place = [str(part) for part in error["loc"]]
+    method = place.pop(1) if place[0] == "method" and len(place) > 1 else None
+    key, value = ".".join(place), error["input"]
+    fields = all_fields()
+    match error["type"]:
+        case "extra_forbidden" if method and ("method", place[1]) in fields:
+            return f"{method} has no setting {place[1]}"
+        case "extra_forbidden" | "invalid_key":
+            known = map(".".join, fields) if len(place) > 1 else Config.model_fields
+            return f"unknown key {key!r}{_suggestion(key, known)}"
+        case "union_tag_invalid":
+            name = value.get("name")
+            methods = ", ".join(METHODS)
+            return f"unknown method {name!r}{nearest(str(name), METHODS)}; there are {methods}"
+        case "value_error":
+            wanted = str(error["ctx"]["error"])
+        case kind:
+            wanted = _WANTED.get(kind) or error["msg"].replace("Input should", "must")
+    return f"{key} = {value!r}: {wanted}"
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe yaml that reads 1e-4 as a number: yaml 1.1 asks for 1.0e-4."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what ``_Loader`` reads: the text 1e-4 needs quotes."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float",
+        re.compile(r"^[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$"),
+        list("-+0123456789."),
+    )
