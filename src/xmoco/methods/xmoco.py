@@ -9,7 +9,6 @@ from torch import Tensor
 from xmoco.config import ModelConfig, XMoCoConfig
 from xmoco.losses import XMoCoLoss
 from xmoco.methods.base import MomentumMethod, Step
-from xmoco.nn.encoder import momentum_update
 
 
 class XMoCo(MomentumMethod):
@@ -39,4 +38,4 @@ class XMoCo(MomentumMethod):
     def after_step(self) -> None:
         # 7. After the SGD step on f: g ← m·g + (1−m)·f. (The keys entered the banks with the loss,
         #    which had taken its copy of them: the order makes no difference to the next step.)
-        momentum_update(self.momentum_encoder, self.encoder, self.key_momentum)
+        super().after_step()
