@@ -13,30 +13,36 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xmoco.errors import UserError as UserError
+    from xmoco.evaluate.case import Place as Place
     from xmoco.evaluate.judge import evaluate_finetune as evaluate_finetune
     from xmoco.evaluate.judge import evaluate_knn as evaluate_knn
     from xmoco.evaluate.judge import evaluate_linear as evaluate_linear
+    from xmoco.evaluate.transfer import evaluate_transfer as evaluate_transfer
     from xmoco.losses import XMoCoLoss as XMoCoLoss
     from xmoco.nn.weights import load_backbone as load_backbone
     from xmoco.pretraining import pretrain as pretrain
 
 # Loaded when first used, so that `xmoco --help` need not wait for torch.
 _WHERE = {
+    "Place": "xmoco.evaluate.case",
     "UserError": "xmoco.errors",
     "XMoCoLoss": "xmoco.losses",
     "evaluate_finetune": "xmoco.evaluate.judge",
     "evaluate_knn": "xmoco.evaluate.judge",
     "evaluate_linear": "xmoco.evaluate.judge",
+    "evaluate_transfer": "xmoco.evaluate.transfer",
     "load_backbone": "xmoco.nn.weights",
     "pretrain": "xmoco.pretraining",
 }
 
 __all__ = [
+    "Place",
     "UserError",
     "XMoCoLoss",
     "evaluate_finetune",
     "evaluate_knn",
     "evaluate_linear",
+    "evaluate_transfer",
     "load_backbone",
     "pretrain",
 ]

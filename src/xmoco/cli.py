@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -18,6 +18,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -25,6 +26,7 @@ from rich.progress import (
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from xmoco.evaluate.case import Listener, Place
     from xmoco.records import Record
 
 STOPPED = "stopped; a run that has begun goes on with --resume."
@@ -41,6 +43,8 @@ evaluate = typer.Typer(
     help="Judge a backbone. Every number is a record that names its protocol.", no_args_is_help=True
 )
 app.add_typer(evaluate, name="evaluate")
+tables = typer.Typer(help="Draw the paper's tables from records.", no_args_is_help=True)
+app.add_typer(tables, name="tables")
 
 
 @app.command(
@@ -121,8 +125,19 @@ LabelledData = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda` or `mps`.")]
 Precision = Annotated[str, typer.Option(help="`fp32` or `bf16`.")]
+Size = Annotated[
+    int | None, typer.Option(help="Side of the images. Default: that of pre-training.")
+]
 Root = Annotated[str, typer.Option(help="Where torchvision sets are kept.")]
 Download = Annotated[bool, typer.Option("--download", help="Download a torchvision set.")]
+Cache = Annotated[
+    bool,
+    typer.Option(
+        "--cache/--no-cache",
+        help="Keep features for the next time, in `~/.cache/xmoco/features`. They are found again "
+        "by the content of weights and images.",
+    ),
+]
 Seed = Annotated[int, typer.Option(help="Order of images, crops and first weights.")]
 RecordsFile = Annotated[
     Path | None, typer.Option("--records", help="Append the records to this .jsonl file.")
@@ -141,24 +156,28 @@ def knn(
         list[int] | None, typer.Option("--k", help="Neighbours that vote; may be given repeatedly.")
     ] = None,
     temperature: Annotated[float, typer.Option(help="Votes weigh exp(similarity / this).")] = 0.1,
+    size: Size = None,
     device: Device = "auto",
     root: Root = "data",
     download: Download = False,
+    cache: Cache = True,
     records: RecordsFile = None,
 ) -> None:
     """Weighted k-nearest-neighbour accuracy of frozen features.
 
     Test images are judged by training images; with one split only, each image by all the others.
     """
-    from xmoco.evaluate.judge import Place, evaluate_knn
+    from xmoco.evaluate.judge import evaluate_knn
 
-    found = evaluate_knn(
-        weights,
-        data,
-        ks=k or (10, 20, 100, 200),
-        temperature=temperature,
-        place=Place(device=device, root=root, download=download),
-    )
+    with _bars() as listener:
+        found = evaluate_knn(
+            weights,
+            data,
+            ks=k or (10, 20, 100, 200),
+            temperature=temperature,
+            place=_place(device, root, download, size=size, cache=cache),
+            listener=listener,
+        )
     rows = [(f"top-1, k = {record.protocol['k']}", record) for record in found]
     _show_records(f"kNN on {found[0].protocol['data']}", rows, records)
 
@@ -176,6 +195,7 @@ def linear(
         int | None, typer.Option(help="Fewer than the protocol's 100, named in the record.")
     ] = None,
     seed: Seed = 0,
+    size: Size = None,
     device: Device = "auto",
     precision: Precision = "fp32",
     root: Root = "data",
@@ -183,12 +203,12 @@ def linear(
     records: RecordsFile = None,
 ) -> None:
     """Accuracy of a linear classifier on the frozen backbone (random crops and flips)."""
-    from xmoco.evaluate.judge import Place, evaluate_linear
+    from xmoco.evaluate.judge import evaluate_linear
 
-    place = Place(device=device, precision=precision, root=root, download=download)
-    with _bar("linear") as on_step:
+    place = _place(device, root, download, precision, size)
+    with _bars() as listener:
         found = evaluate_linear(
-            weights, data, preset=preset, epochs=epochs, seed=seed, place=place, on_step=on_step
+            weights, data, preset=preset, epochs=epochs, seed=seed, place=place, listener=listener
         )
     _show_classification(found, records)
 
@@ -206,6 +226,7 @@ def finetune(
         int | None, typer.Option(help="Fewer than the protocol's 20, named in the record.")
     ] = None,
     seed: Seed = 0,
+    size: Size = None,
     device: Device = "auto",
     precision: Precision = "fp32",
     root: Root = "data",
@@ -213,14 +234,116 @@ def finetune(
     records: RecordsFile = None,
 ) -> None:
     """Accuracy after fine-tuning the backbone end to end, on all labels or a share of them."""
-    from xmoco.evaluate.judge import Place, evaluate_finetune
+    from xmoco.evaluate.judge import evaluate_finetune
 
-    place = Place(device=device, precision=precision, root=root, download=download)
-    with _bar("fine-tune") as on_step:
+    place = _place(device, root, download, precision, size)
+    with _bars() as listener:
         found = evaluate_finetune(
-            weights, data, fraction=fraction, epochs=epochs, seed=seed, place=place, on_step=on_step
+            weights,
+            data,
+            fraction=fraction,
+            epochs=epochs,
+            seed=seed,
+            place=place,
+            listener=listener,
         )
     _show_classification(found, records)
+
+
+@evaluate.command(
+    epilog="Examples:\n\n"
+    "`xmoco evaluate transfer runs/imagenet pets flowers --records transfer.jsonl`\n\n"
+    "`xmoco evaluate transfer runs/imagenet photos/ --mode end-to-end --grid small`"
+)
+def transfer(
+    weights: Weights,
+    data: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SET...",
+            help="Of the paper's sets: `aircraft`, `caltech101`, `cars`, `cifar10`, `cifar100`, "
+            "`dtd`, `flowers`, `pets`, `sun397`, `voc2007`, or `all` ten; or labelled images of "
+            "your own (a folder or archive with train/, test/ and perhaps val/).",
+        ),
+    ],
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="`frozen` (logistic regression on features) or `end-to-end` (the backbone is "
+            "tuned too)."
+        ),
+    ] = "frozen",
+    grid: Annotated[
+        str,
+        typer.Option(
+            help="End to end: `paper` (110 points of 5,000 steps) or `small` (6 of 1,000)."
+        ),
+    ] = "paper",
+    metric: Annotated[
+        str | None,
+        typer.Option(help="For your own images: `top-1` or `mean per class`. Default: `top-1`."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="End to end: where finished grid points are kept, a folder for each set; the "
+            "same command goes on where it stopped. Default: under `runs/transfer`."
+        ),
+    ] = None,
+    seed: Seed = 0,
+    size: Size = None,
+    device: Device = "auto",
+    precision: Precision = "fp32",
+    root: Root = "data",
+    download: Download = False,
+    cache: Cache = True,
+    records: RecordsFile = None,
+) -> None:
+    """How well the backbone serves for other images: the paper's ten sets, or your own.
+
+    What is chosen (a strength, a rate, a weight decay) is chosen on validation images, trained
+    again with them, and judged on the test images once.
+    """
+    from xmoco.data.transfer_sets import TRANSFER_SETS
+    from xmoco.evaluate.transfer import evaluate_transfer
+
+    place = _place(device, root, download, precision, size, cache)
+    for name in TRANSFER_SETS if data == ["all"] else data:
+        with _bars() as listener:
+            record = evaluate_transfer(
+                weights,
+                name,
+                mode=mode,
+                grid=grid,
+                metric=metric,
+                seed=seed,
+                out=out,
+                place=place,
+                listener=listener,
+            )
+        protocol = record.protocol
+        _show_records(
+            f"{protocol['name']}, to {protocol['set']}", [(protocol["metric"], record)], records
+        )
+
+
+@tables.command(
+    "transfer", epilog="Example: `xmoco tables transfer transfer.jsonl --out docs/tables`"
+)
+def transfer_tables(
+    records: Annotated[
+        list[Path], typer.Argument(help="Files of records by `xmoco evaluate transfer`.")
+    ],
+    out: Annotated[Path, typer.Option(help="The folder the tables go into.")] = Path("tables"),
+) -> None:
+    """The paper's tables of transfer, frozen and end to end, with your records beneath.
+
+    Each is written as Markdown and as a picture; the best is bold, the second underlined.
+    """
+    from xmoco.report.tables import draw_transfer
+
+    for path in draw_transfer(records, out):
+        _print(f"table    {path}")
 
 
 @app.command(
@@ -322,9 +445,42 @@ def _print(text: str) -> None:
     Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def _place(
+    device: str,
+    root: str,
+    download: bool,
+    precision: str = "fp32",
+    size: int | None = None,
+    cache: bool = False,
+) -> "Place":
+    from xmoco.evaluate.cache import default_cache
+    from xmoco.evaluate.case import Place
+
+    return Place(
+        device=device,
+        precision=precision,
+        root=root,
+        download=download,
+        size=size,
+        cache=default_cache() if cache else None,
+    )
+
+
 @contextmanager
-def _bar(title: str) -> Iterator[Callable[[int, int, float], None]]:
-    """A progress bar with time left and loss; call the result with steps, total and loss."""
+def _bars() -> "Iterator[Listener]":
+    """A progress bar for every stage, with the time left and a note such as the loss."""
+    from xmoco.evaluate.case import Listener
+
+    class Bars(Listener):
+        def progress(self, stage: str, done: int, total: int, note: str = "") -> None:
+            if stage not in stages:
+                stages[stage] = bars.add_task(stage, note="")
+            bars.update(stages[stage], completed=done, total=total, note=note)
+
+        def say(self, sentence: str) -> None:
+            print(f"xmoco: {sentence}", file=sys.stderr)
+
+    stages: dict[str, TaskID] = {}
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -332,13 +488,10 @@ def _bar(title: str) -> Iterator[Callable[[int, int, float], None]]:
         TimeElapsedColumn(),
         TextColumn("elapsed"),
         TimeRemainingColumn(),
-        TextColumn("left  loss {task.fields[loss]:.3f}"),
+        TextColumn("left  {task.fields[note]}"),
     )
-    with Progress(*columns) as progress:
-        task = progress.add_task(title, total=None, loss=float("nan"))
-        yield lambda done, total, loss: progress.update(
-            task, completed=done, total=total, loss=loss
-        )
+    with Progress(*columns) as bars:
+        yield Bars()
 
 
 def _show_classification(found: list["Record"], file: Path | None) -> None:

@@ -132,30 +132,35 @@ def test_labels_can_be_refused(with_splits: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("paths", "train", "test"),
+    ("paths", "train", "beside"),
     [
-        (["train/1.png", "val/1.png", "test/1.png"], "train/", "val/"),
-        (["train/1.png", "test/1.png"], "train/", "test/"),
-        (["train/1.png", "valid/x/1.png", "validation/1.png"], "train/", "valid/"),
-        (["train/1.png"], "train/", None),
-        (["a/train/1.png", "a/test/1.png"], "a/train/", "a/test/"),
-        (["a/b/train/1.png", "a/b/z.png"], "a/b/train/", None),
-        (["a/train/cat/1.png", "a/train/cat/2.png"], "a/train/", None),
-        (["a/b/1.png", "a/b/2.png"], "a/", None),
-        (["a/retrain/1.png", "a/retrain/x/2.png"], "a/", None),
-        (["test/1.png"], "", None),
-        (["cat/1.png"], "", None),
-        (["cat/1.png", "dog/1.png"], "", None),
-        (["a/cat/1.png", "a/dog/1.png"], "a/", None),
-        (["1.png", "a/train/1.png"], "", None),
-        (["trainer/1.png", "val/1.png"], "", None),
-        (["bus/1.png", "plane/1.png", "train/1.png"], "", None),
-        (["a/bus/1.png", "a/test/1.png", "a/train/1.png"], "a/", None),
-        (["test/1.png", "train/1.png", "unlabeled/1.png"], "", None),
+        (["train/1.png", "val/1.png", "test/1.png"], "train/", ["val/", "test/"]),
+        (["train/1.png", "test/1.png"], "train/", ["test/"]),
+        (["train/1.png", "valid/x/1.png", "validation/1.png"], "train/", ["valid/", "validation/"]),
+        (["train/1.png"], "train/", []),
+        (["a/train/1.png", "a/test/1.png"], "a/train/", ["a/test/"]),
+        (["a/b/train/1.png", "a/b/z.png"], "a/b/train/", []),
+        (["a/train/cat/1.png", "a/train/cat/2.png"], "a/train/", []),
+        (["a/b/1.png", "a/b/2.png"], "a/", []),
+        (["a/retrain/1.png", "a/retrain/x/2.png"], "a/", []),
+        (["test/1.png"], "", []),
+        (["cat/1.png"], "", []),
+        (["cat/1.png", "dog/1.png"], "", []),
+        (["a/cat/1.png", "a/dog/1.png"], "a/", []),
+        (["1.png", "a/train/1.png"], "", []),
+        (["trainer/1.png", "val/1.png"], "", []),
+        (["bus/1.png", "plane/1.png", "train/1.png"], "", []),
+        (["a/bus/1.png", "a/test/1.png", "a/train/1.png"], "a/", []),
+        (["test/1.png", "train/1.png", "unlabeled/1.png"], "", []),
     ],
 )
-def test_split_folders(paths: list[str], train: str, test: str | None) -> None:
-    assert split_folders(paths) == (train, test)
+def test_split_folders(paths: list[str], train: str, beside: list[str]) -> None:
+    assert split_folders(paths) == (train, beside)
+
+
+def test_folders_beside_the_splits_can_be_passed_over() -> None:
+    paths = ["a/masks/1.png", "a/test/1.png", "a/train/1.png"]
+    assert split_folders(paths, pass_over_others=True) == ("a/train/", ["a/test/"])
 
 
 @pytest.mark.parametrize(
@@ -181,7 +186,7 @@ names = st.text("abc", min_size=1, max_size=3)
 @given(st.lists(st.builds("{}/{}.png".format, names, names), min_size=1, unique=True))
 def test_labels_name_the_first_folder(paths: list[str]) -> None:
     classes = train_classes(paths, "folders")
-    labels = labels_of(paths, classes, "folders")
+    labels = labels_of(paths, classes, "folders", "training")
     assert classes is not None
     assert labels is not None
     assert [classes[label] for label in labels] == [path.split("/")[0] for path in paths]
@@ -194,8 +199,8 @@ def test_a_test_split_without_class_folders_has_no_labels(tmp_path: Path) -> Non
 
 
 def test_a_test_class_that_training_does_not_have(tmp_path: Path) -> None:
-    files = {"train/a/1.png": png(1), "train/b/2.png": png(2), "val/zebra/3.png": png(3)}
-    with pytest.raises(UserError, match=r"zebra .*\.$"):
+    files = {"train/a/1.png": png(1), "train/zebra/2.png": png(2), "val/zebras/3.png": png(3)}
+    with pytest.raises(UserError, match=r"^the val .* zebras \(did you mean zebra\?\) .*\.$"):
         opened(write_folder(tmp_path, files), "test")
 
 
@@ -545,7 +550,8 @@ def test_every_set_has_both_splits_in_torchvision() -> None:
 
 def test_missing_torchvision_sets_ask_for_a_download(tmp_path: Path) -> None:
     for name in SPLIT_ARGUMENTS:
-        with pytest.raises(UserError, match=r"data\.download=true .*\.$"):
+        remedy = "can no longer be downloaded" if name == "StanfordCars" else r"data\.download=true"
+        with pytest.raises(UserError, match=rf"{remedy}.*\.$"):
             opened(f"torchvision:{name}", root=str(tmp_path))
     assert not any(tmp_path.iterdir())  # looking leaves nothing behind
 
@@ -569,9 +575,17 @@ def test_sets_that_need_another_package_say_so(tmp_path: Path, monkeypatch: Any)
     def needs_scipy(root: str, **arguments: Any) -> None:
         raise ModuleNotFoundError("No module named 'scipy'", name="scipy")
 
+    def says_it_otherwise(root: str, **arguments: Any) -> None:
+        try:
+            needs_scipy(root)
+        except ImportError:
+            raise RuntimeError("Scipy is not found.")  # noqa: B904 - as torchvision does
+
     monkeypatch.setattr(datasets, "SVHN", needs_scipy)
-    with pytest.raises(UserError, match=r"pip install scipy\.$"):
-        opened("torchvision:SVHN", root=str(tmp_path))
+    monkeypatch.setattr(datasets, "StanfordCars", says_it_otherwise)
+    for name in ("SVHN", "StanfordCars"):
+        with pytest.raises(UserError, match=r"pip install scipy\.$"):
+            opened(f"torchvision:{name}", root=str(tmp_path))
 
 
 def test_unknown_torchvision_sets_name_the_nearest(tmp_path: Path) -> None:

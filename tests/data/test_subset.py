@@ -10,7 +10,7 @@ from helpers import make_images
 from xmoco.config import DataConfig
 from xmoco.data import ArrayImages, ImageSet, open_images
 from xmoco.data.batches import resident
-from xmoco.data.subset import Subset, at_most, labelled_share
+from xmoco.data.subset import Subset, at_most, joined, labelled_share
 from xmoco.errors import UserError
 
 
@@ -35,6 +35,7 @@ def test_a_subset_of_files(images: ImageSet) -> None:
     part = Subset(images, torch.tensor([7, 0, 19]))
     assert_part_of(part, images, [7, 0, 19])
     assert part.where(0) == images.where(7)
+    assert part.encoded(0) == images.encoded(7)
     assert len(part.labels) == 3
 
 
@@ -49,6 +50,26 @@ def test_files_and_decoded_images_give_the_same_part(images: ImageSet) -> None:
     for part in parts:
         assert_part_of(part, images, positions)
         assert len(part.labels) == 6
+
+
+def test_joined_sets_read_as_one(images: ImageSet) -> None:
+    both = joined(Subset(images, torch.tensor([7, 0, 19])), Subset(images, torch.tensor([3])))
+    assert_part_of(both, images, [7, 0, 19, 3])
+    assert [both.where(i) for i in range(4)] == [images.where(i) for i in (7, 0, 19, 3)]
+    assert both.encoded(3) == images.encoded(3)
+
+
+def test_joined_arrays_are_an_array() -> None:
+    pixels = torch.arange(15, dtype=torch.uint8).reshape(5, 3, 1, 1)
+    first = ArrayImages("first", pixels[:2], torch.tensor([0, 1]), ("a", "b", "c"))
+    second = ArrayImages("second", pixels[2:], torch.tensor([2, 2, 1]), ("a", "b", "c"))
+    both = joined(first, second)
+    assert isinstance(both, ArrayImages)
+    assert torch.equal(both.pixels, pixels)
+    assert both.labels is not None
+    assert both.labels.tolist() == [0, 1, 2, 2, 1]
+    assert both.classes == ("a", "b", "c")
+    assert joined(first, ArrayImages("bare", pixels)).labels is None
 
 
 def test_a_small_set_is_left_whole(images: ImageSet) -> None:

@@ -1,18 +1,19 @@
-"""Features of whole sets: central views, unit length, eval mode."""
+"""Features of whole sets: central views, eval mode, as the backbone gives them."""
 
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from PIL import Image
+from torch import nn
 from torch.testing import assert_close
+from torchvision.transforms import v2
 
 from xmoco.config import DataConfig, ViewsConfig
 from xmoco.data import ArrayImages, open_images
 from xmoco.data.batches import resident
 from xmoco.evaluate import features
-from xmoco.evaluate.features import backbone_features, pixel_features
+from xmoco.evaluate.features import backbone_features, home, pixel_features
 from xmoco.evaluate.knn import knn_accuracy
 from xmoco.nn.backbones import build_backbone
 
@@ -41,22 +42,85 @@ def test_backbone_features_are_those_of_the_frozen_backbone(monkeypatch) -> None
     assert found.shape == (11, 128)
     assert found.dtype == torch.float32
     assert not found.requires_grad
-    assert_close(found.norm(dim=1), torch.ones(11))
     assert all(torch.equal(value, before[name]) for name, value in backbone.state_dict().items())
     whole = backbone_features(backbone.eval(), images, VIEWS, CPU).vectors
     assert not backbone.training
     assert_close(found, whole)
 
 
+@pytest.mark.parametrize("border", [True, False])
+def test_the_border_is_left_out_or_not(border: bool) -> None:
+    images = pictures(side=100)
+    images.pixels = images.pixels[:, :, :80]
+    views = VIEWS.model_copy(update={"size": 64})
+    shown = v2.Compose(
+        [
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Resize(73 if border else 64, antialias=True),
+            v2.CenterCrop(64),
+            v2.Normalize(list(VIEWS.mean), list(VIEWS.std)),
+            nn.Flatten(),
+        ]
+    )
+    found = backbone_features(nn.Flatten(), images, views, CPU, border=border)
+    assert_close(found.vectors, shown(images.pixels), atol=1e-4, rtol=0)
+
+
+def test_progress_counts_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "BATCH", 4)
+    told: list[tuple[int, int]] = []
+    backbone_features(
+        nn.Flatten(), pictures(), VIEWS, CPU, on_progress=lambda *counts: told.append(counts)
+    )
+    assert told == [(4, 11), (8, 11), (11, 11)]
+
+
+def test_features_of_low_precision_become_float32() -> None:
+    class Half(nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return images.mean((2, 3)).bfloat16()
+
+    found = backbone_features(Half(), pictures(), VIEWS, CPU).vectors
+    assert found.dtype == torch.float32
+    assert_close(found, normalised(pictures()).mean((2, 3)), atol=1e-2, rtol=1e-2)
+
+
+def test_many_features_live_in_host_memory() -> None:
+    cuda = torch.device("cuda")
+    assert home(50_000, 512, cuda) == cuda
+    assert home(2**18, 2048, cuda) == cuda  # 2 GiB
+    assert home(2**18 + 1, 2048, cuda) == CPU
+    assert home(1_281_167, 2048, cuda) == CPU
+    assert home(1_281_167, 2048, CPU) == CPU
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("on_device", [0, 2**30])
+def test_on_cuda_features_are_the_same_wherever_they_live(
+    monkeypatch: pytest.MonkeyPatch, on_device: int
+) -> None:
+    monkeypatch.setattr(features, "ON_DEVICE", on_device)
+    expected = backbone_features(nn.Flatten(), pictures(), VIEWS, CPU).vectors
+    found = backbone_features(nn.Flatten(), pictures(), VIEWS, torch.device("cuda")).vectors
+    assert found.is_cuda == (on_device > 0)
+    assert_close(found.cpu(), expected, atol=4.5e-5, rtol=0)
+
+
+def test_several_labels_per_image() -> None:
+    images = pictures()
+    images.labels = torch.rand(11, 3, generator=torch.Generator().manual_seed(0)) > 0.5
+    found = backbone_features(nn.Flatten(), images, VIEWS, CPU).labels
+    assert found is not None
+    assert torch.equal(found, images.labels)
+
+
 def test_pixel_features_are_normalised_pixels() -> None:
     images = pictures(side=16)
     found = pixel_features(images, VIEWS, CPU).vectors
     assert found.shape == (11, 3 * 16 * 16)
-    assert_close(found.norm(dim=1), torch.ones(11))
     flat = pictures(side=16)
     flat.pixels[:] = flat.pixels[:, :, :1, :1]  # nothing changes when cropped or resized
-    expected = F.normalize(normalised(flat).flatten(1), dim=1)
-    assert_close(pixel_features(flat, VIEWS, CPU).vectors, expected)
+    assert_close(pixel_features(flat, VIEWS, CPU).vectors, normalised(flat).flatten(1))
     large = pixel_features(pictures(side=64), VIEWS.model_copy(update={"size": 64}), CPU)
     assert large.labels is None
     assert large.vectors.shape == (11, 3 * 32 * 32)
@@ -67,7 +131,7 @@ def test_backbone_sees_normalised_images() -> None:
     flat.pixels[:] = flat.pixels[:, :, :1, :1]
     backbone = build_backbone("tiny", "cifar").eval()
     with torch.no_grad():
-        expected = F.normalize(backbone(normalised(flat)), dim=1)
+        expected = backbone(normalised(flat))
     assert_close(backbone_features(backbone, flat, VIEWS, CPU).vectors, expected)
 
 
@@ -88,7 +152,7 @@ def test_labels_are_those_of_the_images_seen(tmp_path: Path, held: bool) -> None
     flat = VIEWS.model_copy(update={"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)})
     for found in (
         pixel_features(images, flat, CPU),
-        backbone_features(torch.nn.Flatten(), images, flat, CPU),
+        backbone_features(nn.Flatten(), images, flat, CPU),
     ):
         is_red = found.vectors[:, 0] > 0
         assert is_red.sum() == 59
@@ -99,7 +163,7 @@ def test_labels_are_those_of_the_images_seen(tmp_path: Path, held: bool) -> None
 
 
 def test_an_error_leaves_the_mode_as_it_was() -> None:
-    class Broken(torch.nn.Module):
+    class Broken(nn.Module):
         def forward(self, _images: torch.Tensor) -> torch.Tensor:
             raise ValueError
 

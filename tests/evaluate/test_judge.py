@@ -11,7 +11,7 @@ import torchvision
 
 import xmoco
 from helpers import make_images, run_cli
-from xmoco.evaluate.judge import Place
+from xmoco.evaluate.case import Place
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
 
@@ -27,10 +27,10 @@ def weights(tmp_path: Path) -> Path:
 def test_records_of_a_set_with_two_splits(weights: Path, tmp_path: Path) -> None:
     make_images(tmp_path / "Set.v2" / "train", each=6)
     make_images(tmp_path / "Set.v2" / "val", each=3)
-    records = xmoco.evaluate_knn(weights, tmp_path / "Set.v2", ks=(2, 3), device="cpu")
+    records = xmoco.evaluate_knn(weights, tmp_path / "Set.v2", ks=(2, 3), place=Place("cpu"))
     assert [record.protocol["k"] for record in records] == [2, 3]
     for record in records:
-        assert (record.subject, record.work, record.seed) == ("xmoco", "set-tiny-3ep", 7)
+        assert (record.subject, record.work, record.seed) == ("xmoco", "set-tiny", 7)
         protocol = record.protocol
         assert (protocol["split"], protocol["epoch"], protocol["size"]) == ("test", 3, 16)
         assert (protocol["bank_images"], protocol["judged_images"]) == (24, 12)
@@ -50,14 +50,14 @@ def test_one_split_is_judged_by_leaving_one_out(weights: Path, tmp_path: Path) -
 def test_folders_whose_names_are_no_text(weights: Path, tmp_path: Path) -> None:
     images = make_images(tmp_path / os.fsdecode(b"\xff"), each=4)
     next(images.iterdir()).rename(images / os.fsdecode(b"\xfe\n"))
-    (record,) = xmoco.evaluate_knn(weights, images, ks=(1,), device="cpu")
-    assert (record.work, record.protocol["data"]) == (r"\xff-tiny-3ep", r"folder \xff")
+    (record,) = xmoco.evaluate_knn(weights, images, ks=(1,), place=Place("cpu"))
+    assert (record.work, record.protocol["data"]) == (r"\xff-tiny", r"folder \xff")
 
 
 def test_records_of_other_peoples_weights_tell_what_was_loaded(tmp_path: Path) -> None:
     torch.save(torchvision.models.resnet18().state_dict(), tmp_path / "theirs.pth")
     images = make_images(tmp_path / "images", each=1)
-    (record,) = xmoco.evaluate_knn(tmp_path / "theirs.pth", images, ks=(1,), device="cpu")
+    (record,) = xmoco.evaluate_knn(tmp_path / "theirs.pth", images, ks=(1,), place=Place("cpu"))
     assert "layout torchvision" in record.protocol["weights"]
 
 
@@ -67,8 +67,9 @@ def test_records_of_other_peoples_weights_tell_what_was_loaded(tmp_path: Path) -
         ({"ks": ()}, "k must be"),
         ({"ks": (5, 0)}, "k must be"),
         ({"temperature": -1.0}, "temperature"),
-        ({"device": "cuda"}, "device=cuda is not available"),
-        ({"device": "abacus"}, "device=abacus is not available"),
+        ({"place": Place(size=4)}, "4 px are too small"),
+        ({"place": Place("cuda")}, "device=cuda is not available"),
+        ({"place": Place("abacus")}, "device=abacus is not available"),
     ],
 )
 def test_mistakes(

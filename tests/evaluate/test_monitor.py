@@ -69,6 +69,15 @@ def test_judging_needs_labels_on_both_sides() -> None:
     assert not monitor(bare, labelled).possible
 
 
+def test_judging_needs_one_label_for_each_image() -> None:
+    labelled, several = coloured(3, 0), coloured(3, 1)
+    assert several.labels is not None
+    several.labels = nn.functional.one_hot(several.labels, 3).bool()
+    assert not monitor(several, None).possible
+    assert not monitor(labelled, several).possible
+    assert not monitor(several, labelled).possible
+
+
 def test_leave_one_out_without_a_test_split() -> None:
     record = monitor(coloured(6, 0), None).untrained(Flat())
     assert record.protocol["split"] == "leave one out"

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from xmoco.data.decode import UnreadableImage, decode_rgb
+from xmoco.data.decode import EncodedImage, UnreadableImage, decode_rgb
 from xmoco.data.trees import Tree
 
 
@@ -15,8 +15,14 @@ class ImageSet(ABC):
     name: str
     """Shown to users and kept in records: ``folder photos (train)``."""
     labels: Tensor | None
-    """int64 (n,) on the CPU: each image's position in ``classes``."""
+    """On the CPU. int64 (n,): each image's position in ``classes``; or, where an image may be of
+    several classes or of none, bool (n, classes)."""
     classes: tuple[str, ...] | None
+
+    @property
+    def multi_label(self) -> bool:
+        """Whether an image may be of several classes."""
+        return self.labels is not None and self.labels.ndim == 2
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -28,6 +34,10 @@ class ImageSet(ABC):
     @abstractmethod
     def where(self, index: int) -> str:
         """How to find the image, for messages."""
+
+    def encoded(self, index: int) -> EncodedImage | None:  # noqa: ARG002
+        """The image's file, for who decodes it elsewhere, if there is one. Raises as ``read``."""
+        return None
 
 
 class ArrayImages(ImageSet):
@@ -62,6 +72,36 @@ class ArrayImages(ImageSet):
         return f"{self.name}: image {index}"
 
 
+class RaggedImages(ImageSet):
+    """Decoded images of different sizes: each uint8 (3, height, width), all on one device.
+
+    ``labels`` and ``shown`` are as those of ``ArrayImages``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        pictures: list[Tensor],
+        labels: Tensor | None = None,
+        classes: tuple[str, ...] | None = None,
+        shown: Tensor | None = None,
+    ) -> None:
+        self.name = name
+        self.pictures = pictures
+        self.labels = labels
+        self.classes = classes
+        self.shown = torch.arange(len(pictures)) if shown is None else shown
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def read(self, index: int) -> Tensor:
+        return self.pictures[index].cpu()
+
+    def where(self, index: int) -> str:
+        return f"{self.name}: image {index}"
+
+
 class EncodedImages(ImageSet):
     """Image files in a folder or an archive, read and decoded when asked for."""
 
@@ -85,11 +125,13 @@ class EncodedImages(ImageSet):
         return len(self._paths)
 
     def read(self, index: int) -> Tensor:
+        return decode_rgb(*self.encoded(index))
+
+    def encoded(self, index: int) -> EncodedImage:
         try:
-            data = self._tree.read(self._paths[index])
+            return EncodedImage(self._tree.read(self._paths[index]), self._short_side)
         except OSError as error:
             raise UnreadableImage(error.strerror or str(error)) from error
-        return decode_rgb(data, self._short_side)
 
     def where(self, index: int) -> str:
         return self._tree.where(self._paths[index])

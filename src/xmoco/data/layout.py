@@ -4,7 +4,8 @@
   training split, and the first there is of ``val``, ``valid``, ``validation`` and ``test`` the test
   split. Without ``train``, everything is for training; so it is where ``train`` has any other
   folder of images beside it, as a class of vehicles may be called ``train``.
-- If all images lie directly in two or more subfolders of the split, these are the classes.
+- If all images lie directly in two or more subfolders of the split, these are the classes. (Or a
+  file tells the labels: see ``label_file``.)
 
 Paths are relative, with ``/``; folders end in ``/``.
 """
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from xmoco.data.trees import printable
-from xmoco.errors import UserError
+from xmoco.errors import UserError, nearest
 
 TRAIN_FOLDER = "train"
 TEST_FOLDERS = ("val", "valid", "validation", "test")
@@ -24,20 +25,25 @@ TEST_FOLDERS = ("val", "valid", "validation", "test")
 LabelRule = Literal["auto", "folders", "none"]
 
 
-def split_folders(paths: list[str]) -> tuple[str, str | None]:
-    """The folders of the training and the test split."""
+def split_folders(paths: list[str], *, pass_over_others: bool = False) -> tuple[str, list[str]]:
+    """The folder of the training split, and those beside it that ``TEST_FOLDERS`` names.
+
+    ``pass_over_others`` is for those who know that there are splits: then ``train`` is one,
+    whatever else lies beside it (masks, say).
+    """
     # What the first and the last path in the order of names share, all in between share too.
     top = f"{commonpath([dirname(min(paths)), dirname(max(paths))])}/".lstrip("/")
     before, train, _ = f"/{top}".partition(f"/{TRAIN_FOLDER}/")
     if train:  # there is nothing but training images
-        return f"{before}{train}".removeprefix("/"), None
+        return f"{before}{train}".removeprefix("/"), []
     inside = {path[len(top) :].partition("/")[0] for path in paths if "/" in path[len(top) :]}
-    if TRAIN_FOLDER in inside and inside <= {TRAIN_FOLDER, *TEST_FOLDERS}:
-        test = next((f"{top}{name}/" for name in TEST_FOLDERS if name in inside), None)
-        return f"{top}{TRAIN_FOLDER}/", test
+    known = pass_over_others or inside <= {TRAIN_FOLDER, *TEST_FOLDERS}
+    if TRAIN_FOLDER in inside and known:
+        beside = [f"{top}{name}/" for name in TEST_FOLDERS if name in inside]
+        return f"{top}{TRAIN_FOLDER}/", beside
     if any("/" not in path[len(top) :] for path in paths):  # no mere wrapper: it may be a class
         top = top[: top.rstrip("/").rfind("/") + 1]
-    return top, None
+    return top, []
 
 
 def train_classes(paths: list[str], rule: LabelRule) -> tuple[str, ...] | None:
@@ -49,7 +55,9 @@ def train_classes(paths: list[str], rule: LabelRule) -> tuple[str, ...] | None:
     return None if rule == "auto" and len(classes) < 2 else classes
 
 
-def labels_of(paths: list[str], classes: tuple[str, ...] | None, rule: LabelRule) -> Tensor | None:
+def labels_of(
+    paths: list[str], classes: tuple[str, ...] | None, rule: LabelRule, split: str
+) -> Tensor | None:
     """Each image's position in ``classes``; none if the folders of this split are no classes."""
     folders = _folder_of_each(paths, rule)
     if classes is None or folders is None:
@@ -57,9 +65,11 @@ def labels_of(paths: list[str], classes: tuple[str, ...] | None, rule: LabelRule
     number = {name: position for position, name in enumerate(classes)}
     unknown = sorted(set(folders) - set(number))
     if unknown:
+        name = printable(unknown[0])
         raise UserError(
-            f"the test images have a class {printable(unknown[0])} that the training images do not "
-            "have; remove it, or set data.labels=none."
+            f"the {split} images have a class {name}{nearest(name, map(printable, classes))} that "
+            "the training images do not have; rename it, remove it, or pre-train with "
+            "data.labels=none."
         )
     return torch.tensor([number[name] for name in folders], dtype=torch.int64)
 

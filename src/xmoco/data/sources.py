@@ -5,17 +5,22 @@ expected to look.
 """
 
 import os
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from torch import Tensor
+
 from xmoco.config import DataConfig
 from xmoco.data.imagesets import ArrayImages, EncodedImages, ImageSet
-from xmoco.data.layout import labels_of, split_folders, train_classes
+from xmoco.data.label_file import LABEL_FILE, classes_in, label_matrix, read_label_file
+from xmoco.data.layout import LabelRule, labels_of, split_folders, train_classes
 from xmoco.data.torchvision_sets import SPLIT_ARGUMENTS, open_torchvision
-from xmoco.data.trees import IMAGE_EXTENSIONS, FolderTree, open_tar, printable
+from xmoco.data.trees import IMAGE_EXTENSIONS, FolderTree, Tree, open_tar, printable
 from xmoco.errors import UserError, nearest
 
-__all__ = ["ArrayImages", "EncodedImages", "ImageSet", "open_images"]
+__all__ = ["ArrayImages", "EncodedImages", "ImageSet", "open_images", "open_splits"]
 
 TORCHVISION = "torchvision:"
 
@@ -32,42 +37,87 @@ def open_images(data: DataConfig, split: Literal["train", "test"]) -> ImageSet |
         return ArrayImages(f"patterns ({split})", pixels, labels, classes)
     if data.source.startswith(TORCHVISION):
         return open_torchvision(data, data.source.removeprefix(TORCHVISION), split)
-    return _open_path(data, split)
+    files = _Files.of(existing_path(data.source))
+    train, beside = split_folders(files.paths)
+    name = f"{files.name} ({split})" if beside else files.name
+    if split == "train":
+        return files.split(data, train, train, name)
+    return files.split(data, train, beside[0], name) if beside else None
 
 
-def _open_path(data: DataConfig, split: Literal["train", "test"]) -> ImageSet | None:
+def open_splits(data: DataConfig) -> dict[str, ImageSet]:
+    """All splits of a folder or an archive, by the names of their folders: ``train`` comes first.
+
+    Folders beside them, of masks perhaps, are passed over.
+    """
+    files = _Files.of(existing_path(data.source))
+    train, beside = split_folders(files.paths, pass_over_others=True)
+    folders = {folder.split("/")[-2]: folder for folder in beside}
+    return {
+        split: files.split(data, train, folder, f"{files.name} ({split})")
+        for split, folder in {"train": train, **folders}.items()
+    }
+
+
+def existing_path(source: str, other_names: Iterable[str] = ()) -> Path:
+    """The folder or archive; if it is not there, the nearest thing that is, is offered."""
     # Unlike Path.expanduser, this leaves ~nobody alone, so that it is reported as not there.
-    source = Path(os.path.expanduser(data.source))  # noqa: PTH111
-    if not data.source or not os.path.exists(source):  # noqa: PTH110
-        raise UserError(f"there is no folder or archive {data.source!r}{_nearest_source(source)}.")
-    tree = FolderTree(source) if source.is_dir() else open_tar(source)
-    kind = "folder" if source.is_dir() else "archive"
-    paths = tree.images()
-    if not paths:
-        raise UserError(
-            f"there are no images in {printable(str(source))}; looked for files ending in "
-            f"{', '.join(IMAGE_EXTENSIONS)}."
+    path = Path(os.path.expanduser(source))  # noqa: PTH111
+    if not source or not os.path.exists(path):  # noqa: PTH110
+        names = ["patterns", *(TORCHVISION + name for name in SPLIT_ARGUMENTS), *other_names]
+        if path.parent.is_dir():
+            names += [printable(str(sibling)) for sibling in path.parent.iterdir()]
+        raise UserError(f"there is no folder or archive {source!r}{nearest(str(path), names)}.")
+    return path
+
+
+@dataclass(frozen=True)
+class _Files:
+    """All images of a folder or an archive."""
+
+    name: str
+    tree: Tree
+    paths: list[str]
+
+    @classmethod
+    def of(cls, source: Path) -> "_Files":
+        tree = FolderTree(source) if source.is_dir() else open_tar(source)
+        kind = "folder" if source.is_dir() else "archive"
+        paths = tree.images()
+        if not paths:
+            raise UserError(
+                f"there are no images in {printable(str(source))}; looked for files ending in "
+                f"{', '.join(IMAGE_EXTENSIONS)}."
+            )
+        return cls(f"{kind} {printable(source.resolve().name)}", tree, paths)
+
+    def split(self, data: DataConfig, train: str, folder: str, name: str) -> ImageSet:
+        """The images in ``folder``; what classes there are is told by the folder ``train``."""
+        chosen = self._inside(folder)
+        labels, classes = self._labels(data.labels, train, folder, chosen)
+        return EncodedImages(
+            name,
+            self.tree,
+            [folder + path for path in chosen],
+            labels,
+            None if classes is None else tuple(map(printable, classes)),
+            data.short_side,
         )
-    train, test = split_folders(paths)
-    folder = train if split == "train" else test
-    if folder is None:
-        return None
-    inside_train = [path.removeprefix(train) for path in paths if path.startswith(train)]
-    classes = train_classes(inside_train, data.labels)
-    chosen = [path for path in paths if path.startswith(folder)]
-    labels = labels_of([path.removeprefix(folder) for path in chosen], classes, data.labels)
-    return EncodedImages(
-        f"{kind} {printable(source.resolve().name)}" + (f" ({split})" if test else ""),
-        tree,
-        chosen,
-        labels,
-        None if classes is None else tuple(map(printable, classes)),
-        data.short_side,
-    )
 
+    def _inside(self, folder: str) -> list[str]:
+        return [path.removeprefix(folder) for path in self.paths if path.startswith(folder)]
 
-def _nearest_source(source: Path) -> str:
-    names = ["patterns", *(TORCHVISION + name for name in SPLIT_ARGUMENTS)]
-    if source.parent.is_dir():
-        names += [printable(str(sibling)) for sibling in source.parent.iterdir()]
-    return nearest(str(source), names)
+    def _labels(
+        self, rule: LabelRule, train: str, folder: str, chosen: list[str]
+    ) -> tuple[Tensor | None, tuple[str, ...] | None]:
+        """Labels and classes by the label file of the training split, or by its folders."""
+        known = read_label_file(self.tree, train) if rule == "auto" else None
+        if known is None:
+            classes = train_classes(self._inside(train), rule)
+            split = "training" if folder == train else folder.split("/")[-2]
+            return labels_of(chosen, classes, rule, split), classes
+        classes = classes_in(known, self.tree.where(train + LABEL_FILE))
+        here = known if folder == train else read_label_file(self.tree, folder)
+        if here is None:
+            return None, classes
+        return label_matrix(here, chosen, classes, self.tree.where(folder + LABEL_FILE)), classes

@@ -1,12 +1,14 @@
-"""A part of an image set."""
+"""Parts of image sets by fixed rules, and sets joined to one."""
 
 import hashlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from xmoco.data.batches import epoch_order
-from xmoco.data.sources import ArrayImages, ImageSet
+from xmoco.data.decode import EncodedImage
+from xmoco.data.imagesets import ArrayImages, ImageSet, RaggedImages
 from xmoco.errors import UserError
 
 
@@ -26,8 +28,51 @@ class Subset(ImageSet):
     def read(self, index: int) -> Tensor:
         return self._images.read(self._positions[index])
 
+    def encoded(self, index: int) -> EncodedImage | None:
+        return self._images.encoded(self._positions[index])
+
     def where(self, index: int) -> str:
         return self._images.where(self._positions[index])
+
+
+class Joined(ImageSet):
+    """The images of one set and then those of another, which has the same classes."""
+
+    def __init__(self, first: ImageSet, second: ImageSet) -> None:
+        self.name = f"{first.name} + {second.name}"
+        self.labels = _labels_of_both(first, second)
+        self.classes = first.classes
+        self._first = first
+        self._second = second
+
+    def __len__(self) -> int:
+        return len(self._first) + len(self._second)
+
+    def read(self, index: int) -> Tensor:
+        images, position = self._place(index)
+        return images.read(position)
+
+    def encoded(self, index: int) -> EncodedImage | None:
+        images, position = self._place(index)
+        return images.encoded(position)
+
+    def where(self, index: int) -> str:
+        images, position = self._place(index)
+        return images.where(position)
+
+    def _place(self, index: int) -> tuple[ImageSet, int]:
+        if index < len(self._first):
+            return self._first, index
+        return self._second, index - len(self._first)
+
+
+def joined(first: ImageSet, second: ImageSet) -> ImageSet:
+    """The images of ``first`` and then those of ``second``, as one set."""
+    both = Joined(first, second)
+    if isinstance(first, ArrayImages) and isinstance(second, ArrayImages):
+        pixels = torch.cat([first.pixels, second.pixels])
+        return ArrayImages(both.name, pixels, both.labels, both.classes)
+    return both
 
 
 def at_most(images: ImageSet, count: int) -> ImageSet:
@@ -48,23 +93,74 @@ def labelled_share(images: ImageSet, fraction: float) -> ImageSet:
     The rule: the i-th image of class c (i from 0, in the set's order) has the rank of
     BLAKE2b("c/i"); the images of lowest rank are taken.
     """
-    if images.labels is None or images.classes is None:
-        raise UserError(f"{images.name} has no labels to take a share of.")
+    if images.multi_label:
+        raise UserError(
+            f"an image of {images.name} may be of several classes, so there is no share of every "
+            "class to take: use all labels."
+        )
     if not 0 < fraction <= 1:
         raise UserError(f"a label fraction of {fraction:g} is not above 0 and at most 1.")
-    chosen = []
-    for label, name in enumerate(images.classes):
-        members = (images.labels == label).nonzero()[:, 0].tolist()
-        ranks = [hashlib.blake2b(f"{name}/{i}".encode()).digest() for i in range(len(members))]
-        ranked = [member for _, member in sorted(zip(ranks, members, strict=True))]
-        chosen += ranked[: max(1, round(fraction * len(members)))]
-    return taken(images, torch.tensor(sorted(chosen)))
+    chosen, _ = _parted_by_rank(images, lambda members: max(1, round(fraction * members)))
+    return taken(images, chosen)
+
+
+def some_of_every_class(images: ImageSet, count: int) -> tuple[ImageSet, ImageSet]:
+    """``count`` images of every class, and the rest; the rule is that of ``labelled_share``."""
+    chosen, others = _parted_by_rank(images, lambda _: count)
+    return taken(images, chosen), taken(images, others)
+
+
+def held_out(images: ImageSet, share: float) -> tuple[ImageSet, ImageSet]:
+    """The images without a share of every class, at least one image, and that share.
+
+    The rule is that of ``labelled_share``: the images of lowest rank are held out. Where an image
+    may be of several classes, the whole set counts as one class, whose name is empty.
+    """
+    for name, members in _classes(images):
+        if len(members) == 1 and not images.multi_label:
+            raise UserError(
+                f"{images.name} has a single image of class {name}, which cannot be both trained "
+                "on and held out for validation; add images of it, or remove the class."
+            )
+    chosen, others = _parted_by_rank(images, lambda members: max(1, round(share * members)))
+    return taken(images, others), taken(images, chosen)
 
 
 def taken(images: ImageSet, positions: Tensor) -> ImageSet:
     """The images at ``positions``, as a set of its own."""
+    labels = None if images.labels is None else images.labels[positions]
     if isinstance(images, ArrayImages):
         pixels = images.pixels[positions.to(images.pixels.device)]
-        labels = None if images.labels is None else images.labels[positions]
         return ArrayImages(images.name, pixels, labels, images.classes)
+    if isinstance(images, RaggedImages):
+        pictures = [images.pictures[position] for position in positions.tolist()]
+        return RaggedImages(images.name, pictures, labels, images.classes)
     return Subset(images, positions)
+
+
+def _parted_by_rank(images: ImageSet, count: Callable[[int], int]) -> tuple[Tensor, Tensor]:
+    """Positions of the ``count(members)`` images of lowest rank in every class, and of the rest."""
+    chosen = torch.zeros(len(images), dtype=torch.bool)
+    for name, members in _classes(images):
+        ranks = [hashlib.blake2b(f"{name}/{i}".encode()).digest() for i in range(len(members))]
+        by_rank = sorted(range(len(members)), key=ranks.__getitem__)
+        chosen[members[by_rank[: count(len(members))]]] = True
+    return chosen.nonzero()[:, 0], (~chosen).nonzero()[:, 0]
+
+
+def _classes(images: ImageSet) -> list[tuple[str, Tensor]]:
+    """The name of every class and the positions of its images."""
+    if images.labels is None or images.classes is None:
+        raise UserError(f"{images.name} has no labels to take a share of.")
+    if images.multi_label:
+        return [("", torch.arange(len(images)))]
+    return [
+        (name, (images.labels == label).nonzero()[:, 0])
+        for label, name in enumerate(images.classes)
+    ]
+
+
+def _labels_of_both(first: ImageSet, second: ImageSet) -> Tensor | None:
+    if first.labels is None or second.labels is None:
+        return None
+    return torch.cat([first.labels, second.labels])

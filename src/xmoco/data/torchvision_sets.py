@@ -1,9 +1,13 @@
 """The data sets that torchvision knows by name, such as ``torchvision:CIFAR10``.
 
+``open_torchvision`` gives the two splits that training and most evaluations use. ``transfer_sets``
+needs others, for which it asks torchvision by ``find``.
+
 STL10 was made for learning without labels, so its training split is all 105,000 images, without
 labels, unless ``data.labels=folders`` asks for the 5,000 that have some.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,10 +35,20 @@ SPLIT_ARGUMENTS: dict[str, dict[str, dict[str, Any]]] = {
     "Imagenette": {"train": {"split": "train"}, "test": {"split": "val"}},
     "MNIST": _BY_TRAIN,
     "OxfordIIITPet": _WITH_VALIDATION,
+    "StanfordCars": _BY_SPLIT,
     "STL10": {"train": {"split": "train+unlabeled"}, "test": {"split": "test"}},
     "SVHN": _BY_SPLIT,
 }
 """How each set is told which split is meant."""
+
+_TROUBLE = (ImportError, OSError, RuntimeError, LookupError, ValueError, EOFError)
+"""What torchvision raises when a set is not there, damaged, or needs a package."""
+
+_BY_HAND = {
+    "StanfordCars": "put devkit/, cars_train/, cars_test/ and cars_test_annos_withlabels.mat into "
+    "{root}/stanford_cars, as it can no longer be downloaded",
+}
+"""What to do for a set that torchvision only reads."""
 
 
 def open_torchvision(data: DataConfig, set_name: str, split: Literal["train", "test"]) -> ImageSet:
@@ -46,17 +60,31 @@ def open_torchvision(data: DataConfig, set_name: str, split: Literal["train", "t
     arguments = SPLIT_ARGUMENTS[set_name][split]
     if set_name == "STL10" and split == "train" and data.labels == "folders":
         arguments = {"split": "train"}
-    found = _find(data, set_name, arguments)
-    name = f"torchvision {set_name} ({split})"
+    return images_of(find(data, set_name, arguments), data, f"torchvision {set_name} ({split})")
+
+
+def images_of(found: Any, data: DataConfig, name: str) -> ImageSet:
+    """The image set of a torchvision object."""
     labels = None if data.labels == "none" else _labels(found)
     classes = None if labels is None else _classes(found, labels)
     if hasattr(found, "data"):
         return ArrayImages(name, _pixels(found.data), labels, classes)
-    paths = [str(Path(path).absolute()) for path in _paths(found)]
-    return EncodedImages(name, FolderTree(Path(data.root)), paths, labels, classes, data.short_side)
+    return images_at(_paths(found), data, name, labels, classes)
 
 
-def _find(data: DataConfig, set_name: str, arguments: dict[str, Any]) -> Any:
+def images_at(
+    paths: Iterable[str | Path],
+    data: DataConfig,
+    name: str,
+    labels: Tensor | None,
+    classes: tuple[str, ...] | None,
+) -> ImageSet:
+    """The image set of some files."""
+    files = [str(Path(path).absolute()) for path in paths]
+    return EncodedImages(name, FolderTree(Path(data.root)), files, labels, classes, data.short_side)
+
+
+def find(data: DataConfig, set_name: str, arguments: dict[str, Any]) -> Any:
     """torchvision's own object, downloading the set only if it is missing and that is allowed."""
     from torchvision import (
         datasets,
@@ -65,21 +93,49 @@ def _find(data: DataConfig, set_name: str, arguments: dict[str, Any]) -> Any:
     kind = getattr(datasets, set_name)
     try:
         return kind(data.root, **arguments)
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"torchvision:{set_name} needs the package {error.name}: pip install {error.name}."
-        ) from error
-    except (RuntimeError, OSError) as error:
-        if not data.download:
+    except _TROUBLE as error:
+        package = error if isinstance(error, ModuleNotFoundError) else error.__context__
+        if isinstance(package, ModuleNotFoundError):
             raise UserError(
-                f"torchvision:{set_name} is not in {data.root}, or not whole ({error}); "
-                "add data.download=true to download it, or set data.root to where it is."
+                f"torchvision:{set_name} needs the package {package.name}: "
+                f"pip install {package.name}."
             ) from error
+        if not data.download or set_name in _BY_HAND:
+            raise _missing(data, set_name, str(error)) from error
+    return download(data, set_name, arguments)
+
+
+def find_folder(data: DataConfig, set_name: str, folder: str) -> Path:
+    """The folder of a set that torchvision can download, but does not read as it is needed."""
+    path = Path(data.root) / folder
+    if not path.is_dir():
+        if not data.download:
+            raise _missing(data, set_name, f"there is no {folder}")
+        download(data, set_name, {})
+    return path
+
+
+def download(data: DataConfig, set_name: str, arguments: dict[str, Any]) -> Any:
+    from torchvision import datasets
+
     try:
-        return kind(data.root, download=True, **arguments)
-    except (RuntimeError, OSError) as error:
+        return getattr(datasets, set_name)(data.root, download=True, **arguments)
+    except _TROUBLE as error:
         reason = str(error).rstrip(".")
         raise UserError(f"torchvision:{set_name} cannot be downloaded: {reason}.") from error
+
+
+def _missing(data: DataConfig, set_name: str, reason: str) -> UserError:
+    remedy = _BY_HAND.get(
+        set_name,
+        "add data.download=true (or --download) to download it, or set data.root (or --root) to "
+        "where it is",
+    )
+    reason = reason.partition(". You can")[0].rstrip(".")  # torchvision's own advice is not ours
+    return UserError(
+        f"torchvision:{set_name} is not in {data.root}, or not whole ({reason}); "
+        f"{remedy.format(root=data.root)}."
+    )
 
 
 def _pixels(values: Any) -> Tensor:
@@ -93,7 +149,7 @@ def _pixels(values: Any) -> Tensor:
 
 
 def _labels(found: Any) -> Tensor | None:
-    if hasattr(found, "_samples"):  # Imagenette
+    if hasattr(found, "_samples"):  # Imagenette, StanfordCars
         values = [label for _, label in found._samples]
     else:
         names = ("targets", "labels", "_labels")
@@ -110,6 +166,6 @@ def _classes(found: Any, labels: Tensor) -> tuple[str, ...]:
 
 
 def _paths(found: Any) -> list[str | Path]:
-    if hasattr(found, "_samples"):  # Imagenette
+    if hasattr(found, "_samples"):  # Imagenette, StanfordCars
         return [path for path, _ in found._samples]
     return list(found._images if hasattr(found, "_images") else found._image_files)

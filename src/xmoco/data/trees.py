@@ -1,4 +1,4 @@
-"""Folders and tar archives seen alike: a tree of image files, each read by its path.
+"""Folders and tar archives seen alike: a tree of files, most of them images, read by path.
 
 An archive is never unpacked to disk. Of a plain ``.tar`` only the places of its files are kept; a
 compressed one cannot be entered in the middle, so it is decompressed into memory, once.
@@ -43,6 +43,10 @@ class Tree(ABC):
         """The paths of all images, relative to the top, with ``/`` and sorted."""
 
     @abstractmethod
+    def holds(self, path: str) -> bool:
+        """Whether there is such a file, image or not."""
+
+    @abstractmethod
     def read(self, path: str) -> bytes: ...
 
     @abstractmethod
@@ -61,6 +65,9 @@ class FolderTree(Tree):
             raise UserError(
                 f"cannot list {printable(error.filename)}: {error.strerror}."
             ) from error
+
+    def holds(self, path: str) -> bool:
+        return (self._root / path).is_file()
 
     def read(self, path: str) -> bytes:
         return (self._root / path).read_bytes()
@@ -101,7 +108,10 @@ class TarTree(Tree):
             ) from error
 
     def images(self) -> list[str]:
-        return sorted(self._places)
+        return sorted(filter(_is_image, self._places))
+
+    def holds(self, path: str) -> bool:
+        return path in self._places
 
     def read(self, path: str) -> bytes:
         return self._take(*self._places[path])
@@ -142,7 +152,7 @@ def _contains(link: str, folder: str) -> bool:
 
 
 def _places(file: IO[bytes]) -> dict[str, tuple[int, int]]:
-    """Where the images of an uncompressed tar archive lie: offset and size by path."""
+    """Where the files of an uncompressed tar archive lie: offset and size by path."""
     places: dict[str, tuple[int, int]] = {}
     names: dict[str, tuple[int, int]] = {}
     with tarfile.open(fileobj=file, mode="r:") as archive:
@@ -154,7 +164,7 @@ def _places(file: IO[bytes]) -> dict[str, tuple[int, int]]:
             else:
                 continue
             parts = [part for part in member.name.split("/") if part not in ("", ".")]
-            if parts and all(map(_is_visible, parts)) and _is_image(parts[-1]):
+            if parts and all(map(_is_visible, parts)):
                 places["/".join(parts)] = names[member.name]
         # tarfile takes a broken header for the end of the archive; a real end is a block of zeros.
         file.seek(archive.offset)
@@ -167,8 +177,8 @@ def _is_visible(name: str) -> bool:
     return not name.startswith(".") and name != _NOT_DATA
 
 
-def _is_image(name: str) -> bool:
-    return name.rpartition(".")[2].lower() in IMAGE_EXTENSIONS
+def _is_image(path: str) -> bool:
+    return path.rpartition(".")[2].lower() in IMAGE_EXTENSIONS
 
 
 def printable(text: str) -> str:

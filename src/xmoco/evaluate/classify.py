@@ -1,6 +1,12 @@
-"""Training a classifier on a backbone: linear (the backbone is frozen) or fine-tuned end to end."""
+"""Training a classifier on a backbone: linear (the backbone is frozen) or end to end.
+
+A protocol says how long, with which rates and on what course; ``train_classifier`` follows it, and
+``class_scores`` lets the result judge other images.
+"""
 
 import dataclasses
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,32 +25,50 @@ MOMENTUM = 0.9
 HEAD_STD = 0.01
 TEST_BATCH = 256
 
+OnStep = Callable[[int, int, float], None]
+"""Told the steps done, their total and the loss, now and then."""
+
 
 @dataclass(frozen=True)
-class Protocol:
-    """Settings of SGD whose rates fall by ``decay`` at the ``milestones`` (epochs).
-
-    ``backbone_rate`` 0 means frozen: the backbone stays in eval mode and gets no gradients.
-    """
+class Protocol(ABC):
+    """Settings of SGD. ``backbone_rate`` 0 means frozen: the backbone stays in eval mode and gets
+    no gradients."""
 
     name: str
-    epochs: int
     batch: int
     head_rate: float
     backbone_rate: float
     weight_decay: float
-    milestones: tuple[int, ...]
-    decay: float
+
+    nesterov = False
 
     @property
     def frozen(self) -> bool:
         return self.backbone_rate == 0
 
-    def factor(self, epoch: int) -> float:
-        """What the rates are multiplied with in ``epoch``, counted from 0."""
-        return self.decay ** sum(epoch >= milestone for milestone in self.milestones)
+    @abstractmethod
+    def total_steps(self, steps_per_epoch: int, /) -> int: ...
 
-    def shortened(self, epochs: int | None) -> "Protocol":
+    @abstractmethod
+    def factor(self, done: float) -> float:
+        """What the rates are multiplied with when a share of the course, 0 to 1, is done."""
+
+
+@dataclass(frozen=True)
+class EpochProtocol(Protocol):
+    """A number of epochs; the rates fall by ``decay`` at the ``milestones`` (epochs)."""
+
+    epochs: int
+    milestones: tuple[int, ...]
+    decay: float
+
+    def total_steps(self, steps_per_epoch: int, /) -> int:
+        return self.epochs * steps_per_epoch
+
+    def factor(self, done: float) -> float:
+        return self.decay ** sum(done >= milestone / self.epochs for milestone in self.milestones)
+
+    def shortened(self, epochs: int | None) -> "EpochProtocol":
         """The same course in fewer epochs; it says so in its name."""
         if epochs is None or epochs == self.epochs:
             return self
@@ -53,25 +77,31 @@ class Protocol:
         return dataclasses.replace(self, name=name, epochs=epochs, milestones=milestones)
 
 
-LINEAR = {
-    "paper": Protocol("linear (paper)", 100, 512, 60.0, 0.0, 1e-4, (60, 80), 0.1),
-    "moco": Protocol("linear (MoCo)", 100, 256, 30.0, 0.0, 0.0, (60, 80), 0.1),
-}
-FINETUNE = Protocol("fine-tune", 20, 256, 0.2, 0.01, 0.0, (12, 16), 0.2)
-
-
 @dataclass(frozen=True)
-class Accuracy:
-    """In percent. Top-5 means little where there are hardly more classes than five."""
+class CosineProtocol(Protocol):
+    """A number of steps with Nesterov's momentum; the rates fall to 0 along a half cosine."""
 
-    top1: float
-    top5: float
+    steps: int
+
+    nesterov = True
+
+    def total_steps(self, _steps_per_epoch: int, /) -> int:
+        return self.steps
+
+    def factor(self, done: float) -> float:
+        return (1 + math.cos(math.pi * done)) / 2
+
+
+LINEAR = {
+    "paper": EpochProtocol("linear (paper)", 512, 60.0, 0.0, 1e-4, 100, (60, 80), 0.1),
+    "moco": EpochProtocol("linear (MoCo)", 256, 30.0, 0.0, 0.0, 100, (60, 80), 0.1),
+}
+FINETUNE = EpochProtocol("fine-tune", 256, 0.2, 0.01, 0.0, 20, (12, 16), 0.2)
 
 
 def train_classifier(
     backbone: nn.Module,
     train: ImageSet,
-    test: ImageSet,
     protocol: Protocol,
     *,
     views: ViewsConfig,
@@ -79,16 +109,15 @@ def train_classifier(
     bf16: bool = False,
     seed: int = 0,
     readers: int = 8,
-    on_step: Callable[[int, int, float], None] | None = None,
-) -> Accuracy:
-    """Accuracy on ``test`` of a classifier trained on ``train``.
+    on_step: OnStep | None = None,
+) -> nn.Linear:
+    """The head of a classifier trained on random resized crops and flips of ``train``.
 
-    Training sees random resized crops and flips, testing the central view. Fine-tuning changes the
-    backbone that is given; a frozen one is checked to be as it was. ``views`` tells size, mean and
-    std. ``on_step`` is told the steps done, their total and the loss, now and then.
+    Its loss is cross entropy or, where an image may be of several classes, the binary one of each
+    class. Fine-tuning changes the backbone that is given; a frozen one is checked to be as it was.
+    ``views`` tells size, mean and std.
     """
-    classes = train.classes
-    if train.labels is None or classes is None or test.labels is None:
+    if train.labels is None or train.classes is None:
         raise UserError(f"{train.name} has no labels: a classifier needs them.")
     batch = min(protocol.batch, len(train))
     crops = ViewsConfig(
@@ -99,21 +128,22 @@ def train_classifier(
     before = _copy(backbone) if protocol.frozen else None
     backbone.train(not protocol.frozen)
     torch.manual_seed(seed)
-    head = nn.Linear(feature_size(backbone), len(classes)).to(device)
+    head = nn.Linear(feature_size(backbone), len(train.classes)).to(device)
     nn.init.normal_(head.weight, std=HEAD_STD)
     nn.init.zeros_(head.bias)
     groups = [{"params": list(head.parameters()), "peak": protocol.head_rate}]
     if not protocol.frozen:
         groups.append({"params": list(backbone.parameters()), "peak": protocol.backbone_rate})
     optimizer = torch.optim.SGD(
-        groups, lr=1.0, momentum=MOMENTUM, weight_decay=protocol.weight_decay
-    )
+        groups, lr=1.0, momentum=MOMENTUM, weight_decay=protocol.weight_decay,
+        nesterov=protocol.nesterov,
+    )  # fmt: skip
     batches = Batches(train, batch=batch, seed=seed, device=device, readers=readers)
-    total = protocol.epochs * batches.steps_per_epoch
+    total = protocol.total_steps(batches.steps_per_epoch)
     with closing(batches.from_step(0)) as stream:
         for step in range(total):
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * protocol.factor(step // batches.steps_per_epoch)
+                group["lr"] = group["peak"] * protocol.factor(step / total)
             images = next(stream)
             pixels = render(
                 images.images, images.sizes, draw(crops, batch, seed, step, 0), crops
@@ -122,42 +152,60 @@ def train_classifier(
             with precision, torch.set_grad_enabled(not protocol.frozen):
                 features = backbone(pixels)
             assert images.labels is not None
-            loss = F.cross_entropy(head(features.float()), images.labels.to(device))
+            loss = _loss(head(features.float()), images.labels.to(device))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
-            if on_step is not None and (step % 20 == 19 or step + 1 == total):
+            if step % 20 == 19 or step + 1 == total:
                 value = float(loss.detach())
-                if value != value:
-                    raise UserError(f"the classifier's loss is no longer a number at step {step}.")
-                on_step(step + 1, total, value)
+                if not math.isfinite(value):
+                    raise DivergedError(
+                        f"the classifier's loss is no longer a number at step {step + 1}."
+                    )
+                if on_step is not None:
+                    on_step(step + 1, total, value)
     if before is not None:
         _check_unchanged(backbone, before)
-    return _accuracy(backbone.eval(), head, test, views, device, bf16, readers)
+    return head
+
+
+class DivergedError(UserError):
+    """A rate was too high for this backbone and these images."""
 
 
 @torch.no_grad()
-def _accuracy(
+def class_scores(
     backbone: nn.Module,
     head: nn.Module,
-    test: ImageSet,
+    images: ImageSet,
+    *,
     views: ViewsConfig,
     device: torch.device,
-    bf16: bool,
-    readers: int,
-) -> Accuracy:
-    top1 = top5 = 0
-    for batch in in_order(test, TEST_BATCH, device, readers=readers):
-        pixels = central(batch.images, batch.sizes, views.size, views)
+    bf16: bool = False,
+    readers: int = 8,
+    border: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Scores (n, classes) of the central views, and the labels, both on the device.
+
+    ``border`` is that of ``central``.
+    """
+    backbone.eval()
+    scores, labels = [], []
+    for batch in in_order(images, TEST_BATCH, device, readers=readers):
+        pixels = central(batch.images, batch.sizes, views.size, views, border=border)
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             features = backbone(pixels)
-        scores: Tensor = head(features.float())
-        best = scores.topk(min(5, scores.shape[1]), dim=1).indices
-        assert batch.labels is not None
-        right = best == batch.labels.to(device)[:, None]
-        top1 += int(right[:, 0].sum())
-        top5 += int(right.any(dim=1).sum())
-    return Accuracy(100 * top1 / len(test), 100 * top5 / len(test))
+        scores.append(head(features.float()))
+        if batch.labels is None:
+            raise UserError(f"{images.name} has no labels to judge by.")
+        labels.append(batch.labels)
+    return torch.cat(scores), torch.cat(labels).to(device)
+
+
+def _loss(scores: Tensor, labels: Tensor) -> Tensor:
+    if labels.ndim == 2:
+        return F.binary_cross_entropy_with_logits(scores, labels.float())
+    return F.cross_entropy(scores, labels)
 
 
 def _copy(module: nn.Module) -> dict[str, Tensor]:

@@ -1,27 +1,35 @@
-"""Features of whole image sets from a frozen backbone."""
+"""Features of whole image sets from a frozen backbone: what every frozen judge looks at.
+
+They are float32 and as the backbone gives them; who wants unit length (kNN) or equal scales (a
+classifier) sees to it. Room for all of them is taken once: on the device where they are few, in
+host memory where they are many (those of ImageNet take 10 GB).
+"""
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xmoco.config import ViewsConfig
 from xmoco.data import Batch, ImageSet, in_order
+from xmoco.data.batches import Progress
 from xmoco.data.views import central
 
 BATCH = 256
+ON_DEVICE = 2 * 2**30
+"""Features of up to this many bytes are kept on the device."""
 
 
 class Features(NamedTuple):
     """What was seen of a set, in its order."""
 
     vectors: Tensor
-    """float32 (n, d) on the device, of unit length."""
+    """float32 (n, d), as the backbone gives them; on the device or, where large, on the CPU."""
     labels: Tensor | None
-    """int64 (n,) on the CPU, of the images really seen: an unreadable one is replaced by the next,
-    which may be of another class."""
+    """int64 (n,) or, with several labels per image, bool (n, classes), on the CPU. Those of the
+    images really seen: an unreadable one is replaced by the next, which may be of another class."""
 
 
 def backbone_features(
@@ -30,20 +38,25 @@ def backbone_features(
     views: ViewsConfig,
     device: torch.device,
     readers: int = 8,
+    *,
+    border: bool = True,
+    on_progress: Progress | None = None,
 ) -> Features:
     """Features of the central views, the backbone in eval mode.
 
-    The backbone is left in the mode it was found in.
+    With a ``border`` the central view leaves one out, as is usual for ImageNet; without, it is as
+    large as the image allows (see ``central``). The backbone is left in the mode it was found in.
     """
 
     def see(batch: Batch) -> Tensor:
-        features: Tensor = backbone(central(batch.images, batch.sizes, views.size, views))
-        return features.float()
+        pixels = central(batch.images, batch.sizes, views.size, views, border=border)
+        features: Tensor = backbone(pixels.contiguous(memory_format=torch.channels_last))
+        return features
 
     was_training = backbone.training
     backbone.eval()
     try:
-        return _features(see, images, device, readers)
+        return _features(see, images, device, readers, on_progress)
     finally:
         backbone.train(was_training)
 
@@ -57,16 +70,34 @@ def pixel_features(
     def see(batch: Batch) -> Tensor:
         return central(batch.images, batch.sizes, side, views).flatten(1)
 
-    return _features(see, images, device, readers)
+    return _features(see, images, device, readers, None)
+
+
+def home(images: int, size: int, device: torch.device) -> torch.device:
+    """Where the features of so many images live: on the device, if that leaves room for others."""
+    return device if 4 * images * size <= ON_DEVICE else torch.device("cpu")
 
 
 @torch.no_grad()
 def _features(
-    see: Callable[[Batch], Tensor], images: ImageSet, device: torch.device, readers: int
+    see: Callable[[Batch], Tensor],
+    images: ImageSet,
+    device: torch.device,
+    readers: int,
+    on_progress: Progress | None,
 ) -> Features:
-    vectors, labels = [], []
-    for batch in in_order(images, BATCH, device, readers=readers):
-        vectors.append(F.normalize(see(batch), dim=1))
-        if batch.labels is not None:
-            labels.append(batch.labels)
-    return Features(torch.cat(vectors), torch.cat(labels) if labels else None)
+    vectors, labels, done = None, [], 0
+    with closing(in_order(images, BATCH, device, readers=readers)) as batches:
+        for batch in batches:
+            seen = see(batch)
+            if vectors is None:  # only now the size of a feature is known
+                place = home(len(images), seen.shape[1], device)
+                vectors = torch.empty(len(images), seen.shape[1], device=place)
+            vectors[done : done + len(seen)] = seen
+            if batch.labels is not None:
+                labels.append(batch.labels)
+            done += len(seen)
+            if on_progress is not None:
+                on_progress(done, len(images))
+    assert vectors is not None, "a set without images is refused when it is opened"
+    return Features(vectors, torch.cat(labels) if labels else None)

@@ -28,8 +28,8 @@ class Monitor:
 
     @property
     def possible(self) -> bool:
-        """Judging needs labels on both sides."""
-        return all(images.labels is not None for images in self._sets())
+        """Judging needs labels on both sides, one for each image."""
+        return all(images.labels is not None and not images.multi_label for images in self._sets())
 
     def raw_pixels(self) -> Record:
         sets = [
@@ -56,8 +56,9 @@ class Monitor:
         asked = rest[0] if rest else bank
         chosen = torch.linspace(0, len(asked) - 1, queries).long()
         extra = 0 if rest else 1  # without a test split the nearest neighbour is the image itself
+        asked = asked[chosen.to(asked.device)]
         _, similarities, positions = next(
-            nearest_neighbours(bank, asked[chosen.to(asked.device)], k + extra)
+            nearest_neighbours(bank, asked, k + extra, device=self.device)
         )
         return chosen, positions[:, extra:].cpu(), similarities[:, extra:].cpu()
 
@@ -84,6 +85,7 @@ class Monitor:
             None if alone else sets[1].labels,
             ks=(monitor.knn_k,),
             temperature=monitor.knn_temperature,
+            device=self.device,
         )[monitor.knn_k]
         protocol: dict[str, Any] = {
             "data": self.train.name,

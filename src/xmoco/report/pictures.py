@@ -42,6 +42,8 @@ def picture_neighbours(monitor: Monitor, backbone: nn.Module) -> bytes | None:
     queries, neighbours, similarities = monitor.neighbours(backbone, rows, columns)
     query_pictures, query_labels = _pictures(asked, queries, monitor.config.views)
     pictures, labels = _pictures(train, neighbours.flatten(), monitor.config.views)
+    if train.multi_label:  # no one class to name
+        labels = None
     return neighbours_sheet(
         query_pictures,
         pictures.unflatten(0, neighbours.shape),

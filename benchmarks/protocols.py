@@ -1,0 +1,149 @@
+"""Judge one backbone by every classification protocol, or make the backbones to compare it with.
+
+    python benchmarks/protocols.py prepare --like runs/cifar10 --data cifar10.tar --out rivals
+    python benchmarks/protocols.py judge runs/cifar10 --data cifar10.tar --transfer pets.tar
+
+``prepare`` writes two backbones of the same shape: one as it is before any training, and one
+trained with the labels. ``judge`` appends the records of kNN, linear (both presets), fine-tuning at
+1 %, 10 % and 100 % of the labels, and transfer, frozen and end to end with the small grid.
+"""
+
+import argparse
+import dataclasses
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from xmoco.config import ViewsConfig
+from xmoco.evaluate.case import Listener, Place, labelled_splits, source_name
+from xmoco.evaluate.classify import CosineProtocol, train_classifier
+from xmoco.evaluate.judge import evaluate_finetune, evaluate_knn, evaluate_linear
+from xmoco.evaluate.transfer import evaluate_transfer
+from xmoco.nn.backbones import build_backbone
+from xmoco.nn.weights import read_card, save_backbone
+from xmoco.records import Record, append_records
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SUPERVISED_EPOCHS = 40
+
+
+class Log(Listener):
+    """A line now and then: these runs go to a file, not to a terminal."""
+
+    def __init__(self) -> None:
+        self.last = time.perf_counter()
+
+    def progress(self, stage: str, done: int, total: int, note: str = "") -> None:
+        if done == total or time.perf_counter() > self.last + 15:
+            self.last = time.perf_counter()
+            print(f"  {stage}: {done} of {total}  {note}", flush=True)
+
+    def say(self, sentence: str) -> None:
+        print(f"  {sentence}", flush=True)
+
+
+def prepare(options: argparse.Namespace) -> None:
+    card, _ = read_card(options.like)
+    place = Place(options.device, "bf16" if options.device != "cpu" else "fp32")
+    train, _ = labelled_splits(options.data, place)
+    torch.manual_seed(options.seed)
+    backbone = build_backbone(card.backbone, card.stem)
+    untrained = dataclasses.replace(card, method="untrained", epochs=0, seed=options.seed)
+    options.out.mkdir(parents=True, exist_ok=True)
+    save_backbone(backbone, untrained, options.out / "untrained.safetensors")
+    steps = options.epochs * max(1, len(train) // 512)
+    protocol = CosineProtocol("supervised", 512, 0.2, 0.2, 5e-4, steps)
+    log = Log()
+    train_classifier(
+        backbone,
+        train,
+        protocol,
+        views=ViewsConfig(size=card.size, mean=card.mean, std=card.std),
+        device=place.torch_device(),
+        bf16=place.precision == "bf16",
+        seed=options.seed,
+        on_step=lambda done, total, loss: log.progress(
+            "supervised", done, total, f"loss {loss:.3f}"
+        ),
+    )
+    supervised = dataclasses.replace(untrained, method="supervised", epochs=options.epochs)
+    save_backbone(backbone, supervised, options.out / "supervised.safetensors")
+
+
+def judge(options: argparse.Namespace) -> None:
+    card, _ = read_card(options.weights)
+    path = options.out or RESULTS / f"protocols-{source_name(options.data)}-{card.backbone}.jsonl"
+    precise = Place(options.device)
+    quick = Place(options.device, "bf16" if options.device != "cpu" else "fp32")
+    log, weights, data = Log(), options.weights, options.data
+
+    def linear(preset: str) -> list[Record]:
+        return evaluate_linear(weights, data, preset=preset, place=quick, listener=log)
+
+    def finetune(fraction: float) -> list[Record]:
+        return evaluate_finetune(weights, data, fraction=fraction, place=quick, listener=log)
+
+    def transfer(mode: str) -> list[Record]:
+        grids = Path("runs", "transfer", f"{card.method}-{card.epochs}ep")
+        record = evaluate_transfer(
+            weights,
+            options.transfer,
+            mode=mode,
+            grid="small",
+            metric="mean per class",
+            out=grids,
+            place=precise if mode == "frozen" else quick,
+            listener=log,
+        )
+        return [record]
+
+    measures: list[Callable[[], list[Record]]] = [
+        lambda: evaluate_knn(weights, data, place=precise, listener=log),
+        lambda: transfer("frozen"),
+        lambda: finetune(0.01),
+        lambda: finetune(0.1),
+        lambda: finetune(1.0),
+        lambda: transfer("end-to-end"),
+        lambda: linear("paper"),
+        lambda: linear("moco"),
+    ]
+    for measure in measures:
+        started = time.perf_counter()
+        records = measure()
+        seconds = round(time.perf_counter() - started, 1)
+        for record in records:
+            record.protocol["seconds"] = seconds
+            name = record.protocol.get("name", f"kNN, k {record.protocol.get('k')}")
+            print(
+                f"{record.subject:12} {record.measure:20} {record.value:6.2f} %  {name}", flush=True
+            )
+        append_records(path, records)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True)
+    for name, function in (("prepare", prepare), ("judge", judge)):
+        command = commands.add_parser(name)
+        command.set_defaults(function=function)
+        command.add_argument("--data", required=True, help="labelled images of pre-training")
+        command.add_argument("--device", default="cuda")
+        if name == "prepare":
+            command.add_argument("--like", type=Path, required=True, help="the backbone to rival")
+            command.add_argument("--out", type=Path, required=True, help="a folder")
+            command.add_argument("--epochs", type=int, default=SUPERVISED_EPOCHS)
+            command.add_argument("--seed", type=int, default=0)
+        else:
+            command.add_argument("weights")
+            command.add_argument("--transfer", required=True, help="other labelled images")
+            command.add_argument("--out", type=Path, help="file of records")
+    options = parser.parse_args()
+    options.function(options)
+
+
+if __name__ == "__main__":
+    main()

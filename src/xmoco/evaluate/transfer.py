@@ -1,0 +1,210 @@
+"""Transfer to other images (paper, section on classification of other data sets; spec, section 2).
+
+Frozen: logistic regression on features, its strength chosen on the validation images. End to end:
+the backbone is tuned too, over a grid of rates and weight decays. Either way the choice is trained
+again on training and validation images together, and judged on the test images once.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from xmoco.data import ImageSet
+from xmoco.data.batches import resident
+from xmoco.data.fingerprint import fingerprint, tensors_digest
+from xmoco.data.transfer_sets import Metric, TransferSet, open_transfer_set
+from xmoco.errors import UserError, nearest
+from xmoco.evaluate.case import Case, Listener, Place
+from xmoco.evaluate.classify import CosineProtocol, DivergedError, class_scores, train_classifier
+from xmoco.evaluate.features import Features
+from xmoco.evaluate.grid import GRIDS, Grid, GridFile
+from xmoco.evaluate.logistic import STRENGTHS, fit, fit_path
+from xmoco.evaluate.metrics import eleven_point_map, mean_per_class, top_k
+from xmoco.records import Record
+
+MODES = ("frozen", "end-to-end")
+
+METRICS: dict[Metric, Callable[[Tensor, Tensor], float]] = {
+    "top-1": lambda scores, labels: top_k(scores, labels, 1),
+    "mean per class": mean_per_class,
+    "11-point mAP": eleven_point_map,
+}
+
+
+def evaluate_transfer(
+    weights: str | Path,
+    data: str | Path,
+    *,
+    mode: str = "frozen",
+    grid: str = "paper",
+    metric: str | None = None,
+    seed: int = 0,
+    out: str | Path | None = None,
+    place: Place | None = None,
+    listener: Listener | None = None,
+) -> Record:
+    """How well a backbone serves for other images, by the protocol of the set.
+
+    ``data`` is one of the paper's ten sets by name (``xmoco.data.transfer_sets.TRANSFER_SETS``) or
+    labelled images of one's own. ``grid`` and ``out`` concern the end-to-end mode: finished points
+    are kept in the folder ``out``, where the same call goes on after an interruption.
+    """
+    for kind, asked, known in (("mode", mode, MODES), ("grid", grid, GRIDS)):
+        if asked not in known:
+            raise UserError(
+                f"unknown {kind} {asked!r}{nearest(asked, known)}; there are {', '.join(known)}."
+            )
+    place = place or Place()
+    images = open_transfer_set(str(data), root=place.root, download=place.download, metric=metric)
+    case = Case.open(weights, place, listener)
+    if mode == "frozen":
+        return _frozen(case, images)
+    if out is None:
+        folder = Path("runs", "transfer", f"{images.name}-{case.weights.card.method}-{grid}")
+    else:
+        folder = Path(out) / images.name
+    return _end_to_end(case, images, GRIDS[grid], seed, folder)
+
+
+def _frozen(case: Case, images: TransferSet) -> Record:
+    train, validation, test = (
+        _on_device(case.features(part, f"features of {name} images", border=False), case.device)
+        for name, part in (
+            ("training", images.train),
+            ("validation", images.validation),
+            ("test", images.test),
+        )
+    )
+    classes = len(images.train.classes or ())
+    judge = METRICS[images.metric]
+    best, chosen, start = -1.0, STRENGTHS[0], None
+    path = fit_path(train.vectors, train.labels, classes)
+    for done, (strength, model) in enumerate(path, start=1):
+        value = judge(model.scores(validation.vectors), validation.labels)
+        if value > best:  # of equals the strongest, which comes first
+            best, chosen, start = value, strength, model
+        case.listener.progress("strengths", done, len(STRENGTHS), f"best {best:.2f} %")
+    vectors = torch.cat([train.vectors, validation.vectors])
+    labels = torch.cat([train.labels, validation.labels])
+    model = fit(vectors, labels, classes, chosen, start)
+    return _record(
+        case,
+        images,
+        "transfer_frozen",
+        judge(model.scores(test.vectors), test.labels),
+        case.weights.card.seed,
+        name="transfer, frozen",
+        strength=chosen,
+        strengths=len(STRENGTHS),
+        validation=best,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Labelled:
+    vectors: Tensor
+    labels: Tensor
+
+
+def _on_device(features: Features, device: torch.device) -> _Labelled:
+    assert features.labels is not None, "transfer sets have labels"
+    return _Labelled(features.vectors.to(device), features.labels.to(device))
+
+
+def _end_to_end(case: Case, images: TransferSet, grid: Grid, seed: int, folder: Path) -> Record:
+    file = GridFile.open(
+        folder,
+        {
+            "weights": tensors_digest(case.weights.backbone.state_dict()),
+            "set": images.name,
+            "metric": images.metric,
+            "images": [fingerprint(p) for p in (images.train, images.validation, images.test)],
+            **dataclasses.asdict(grid),
+            "seed": seed,
+            "size": case.views.size,
+            "precision": case.place.precision,
+        },
+    )
+    train, validation = _kept(case, images.train), _kept(case, images.validation)
+    for number, point in enumerate(grid.points, start=1):
+        if point not in file.values:
+            stage = f"grid point {number} of {len(grid.points)}"
+            file.add(
+                point, _tuned(case, images, grid.protocol(point), train, validation, seed, stage)
+            )
+        best, value = file.best()
+        note = f"best {value:.2f} % (rate {best.rate:.2g}, weight decay {best.weight_decay:.2g})"
+        case.listener.progress("grid", number, len(grid.points), note)
+    chosen, value = file.best()
+    if value < 0:
+        raise UserError(f"no point of the grid {grid.name} could be trained on {images.name}.")
+    protocol = grid.protocol(chosen)
+    both, test = _kept(case, images.train_and_validation), _kept(case, images.test)
+    result = _tuned(case, images, protocol, both, test, seed, "the chosen point on all images")
+    return _record(
+        case,
+        images,
+        "transfer_end_to_end",
+        result,
+        seed,
+        **dataclasses.asdict(protocol),
+        grid=grid.name,
+        rates=len(grid.rates),
+        weight_decays=len(grid.weight_decays),
+        validation=value,
+        precision=case.place.precision,
+    )
+
+
+def _kept(case: Case, images: ImageSet) -> ImageSet:
+    """Decoded once and kept on the device, if there is room."""
+    return resident(images, case.device, readers=case.place.readers)
+
+
+def _tuned(
+    case: Case,
+    images: TransferSet,
+    protocol: CosineProtocol,
+    train: ImageSet,
+    judged: ImageSet,
+    seed: int,
+    stage: str,
+) -> float:
+    """What a copy of the backbone reaches on ``judged`` after training; -1 if its loss exploded."""
+    backbone = copy.deepcopy(case.weights.backbone)
+    views, device, bf16, readers = case.views, case.device, case.bf16, case.place.readers
+    try:
+        head = train_classifier(
+            backbone, train, protocol, views=views, device=device, bf16=bf16, seed=seed,
+            readers=readers, on_step=case.on_step(stage),
+        )  # fmt: skip
+    except DivergedError:
+        return -1.0
+    scores, labels = class_scores(
+        backbone, head, judged, views=views, device=device, bf16=bf16, readers=readers,
+        border=False,
+    )  # fmt: skip
+    return METRICS[images.metric](scores, labels)
+
+
+def _record(
+    case: Case, images: TransferSet, measure: str, value: float, seed: int, **protocol: object
+) -> Record:
+    return case.record(
+        measure,
+        value,
+        images.train,
+        images.name.lower(),
+        seed,
+        split="test",
+        set=images.name,
+        metric=images.metric,
+        **protocol,
+        train_images=len(images.train),
+        validation_images=len(images.validation),
+        judged_images=len(images.test),
+    )

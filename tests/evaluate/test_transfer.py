@@ -1,0 +1,222 @@
+"""Transfer, frozen and end to end: choices, records, interruption, and mistakes."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.linear_model import LogisticRegression
+
+import xmoco
+from helpers import assert_refused, make_images, run_cli
+from xmoco.data.transfer_sets import open_transfer_set
+from xmoco.evaluate import transfer
+from xmoco.evaluate.case import Case, Listener, Place
+from xmoco.evaluate.grid import GRIDS, Grid
+from xmoco.evaluate.logistic import STRENGTHS
+from xmoco.nn.backbones import build_backbone
+from xmoco.nn.weights import BackboneCard, save_backbone
+
+CARD = BackboneCard("tiny", "cifar", 16, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), "xmoco", 3, 7)
+PLACE = Place("cpu", readers=2)
+TINY = Grid("tiny", (0.01, 0.1), (0.0,), 3, 8)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    torch.manual_seed(0)
+    save_backbone(build_backbone("tiny", "cifar"), CARD, tmp_path / "backbone.safetensors")
+    return tmp_path / "backbone.safetensors"
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    for split, each in (("train", 10), ("val", 4), ("test", 6)):
+        make_images(tmp_path / "photos" / split, each=each)
+    return tmp_path / "photos"
+
+
+@pytest.fixture
+def tiny_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GRIDS, "tiny", TINY)
+
+
+def test_frozen_transfer_is_the_search_by_scikit_learn(weights: Path, images: Path) -> None:
+    record = xmoco.evaluate_transfer(weights, images, place=PLACE)
+    assert (record.measure, record.unit, record.subject) == ("transfer_frozen", "%", "xmoco")
+    protocol = record.protocol
+    assert (protocol["set"], protocol["metric"], protocol["size"]) == ("photos", "top-1", 16)
+    counts = [protocol[f"{name}_images"] for name in ("train", "validation", "judged")]
+    assert counts == [40, 16, 24]
+    assert protocol["strengths"] == 45
+
+    parts = open_transfer_set(str(images))
+    case = Case.open(weights, PLACE)
+    (x, y), (x_val, y_val), (x_test, y_test) = (
+        case.features(part, "", border=False)
+        for part in (parts.train, parts.validation, parts.test)
+    )
+    scores = {}
+    for strength in STRENGTHS:
+        model = LogisticRegression(C=1 / strength, max_iter=3000, tol=1e-6).fit(x, y)
+        scores[strength] = 100 * model.score(x_val, y_val)
+    # Ours has stopped at another point of a flat optimum: one image of 16, one of 24.
+    assert abs(protocol["validation"] - max(scores.values())) <= 100 / 16
+    model = LogisticRegression(C=1 / protocol["strength"], max_iter=3000, tol=1e-6)
+    model.fit(torch.cat([x, x_val]), torch.cat([y, y_val]))
+    assert abs(record.value - 100 * model.score(x_test, y_test)) <= 100 / 24
+
+
+@pytest.mark.usefixtures("tiny_grid")
+def test_end_to_end_transfer(weights: Path, images: Path, tmp_path: Path) -> None:
+    before = weights.read_bytes()
+    record = xmoco.evaluate_transfer(
+        weights, images, mode="end-to-end", grid="tiny", metric="mean per class", seed=3,
+        out=tmp_path / "grid", place=PLACE,
+    )  # fmt: skip
+    protocol = record.protocol
+    assert (record.measure, record.seed) == ("transfer_end_to_end", 3)
+    assert (protocol["metric"], protocol["grid"], protocol["steps"]) == (
+        "mean per class",
+        "tiny",
+        3,
+    )
+    assert protocol["name"] == "transfer, end to end (tiny grid)"
+    settings, *points = map(
+        json.loads, (tmp_path / "grid" / "photos" / "grid.jsonl").read_text().splitlines()
+    )
+    assert settings["seed"] == 3
+    assert [point["rate"] for point in points] == [0.01, 0.1]
+    best = max(points, key=lambda point: (point["value"], -point["rate"]))
+    assert (protocol["head_rate"], protocol["validation"]) == (best["rate"], best["value"])
+    assert 0 <= record.value <= 100
+    assert weights.read_bytes() == before
+
+
+class StopAfter(Listener):
+    """Pulls the plug after so many finished grid points."""
+
+    def __init__(self, points: int) -> None:
+        self.points = points
+
+    def progress(self, stage: str, done: int, *_: object) -> None:
+        if stage == "grid" and done == self.points:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.usefixtures("tiny_grid")
+def test_an_interrupted_grid_goes_on_where_it_stopped(
+    weights: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"mode": "end-to-end", "grid": "tiny", "place": PLACE}
+    whole = xmoco.evaluate_transfer(weights, images, out=tmp_path / "whole", **options)
+    with pytest.raises(KeyboardInterrupt):
+        xmoco.evaluate_transfer(
+            weights, images, out=tmp_path / "cut", listener=StopAfter(1), **options
+        )
+    trained = []
+    tuned = transfer._tuned
+    monkeypatch.setattr(transfer, "_tuned", lambda *a: trained.append(a[2].head_rate) or tuned(*a))
+    again = xmoco.evaluate_transfer(weights, images, out=tmp_path / "cut", **options)
+    assert trained == [0.1, again.protocol["head_rate"]]  # the second point, then the chosen one
+    assert again.value == whole.value
+    assert again.protocol == whole.protocol
+    with pytest.raises(xmoco.UserError, match="seed was 0 and is 1 now"):
+        xmoco.evaluate_transfer(weights, images, out=tmp_path / "cut", seed=1, **options)
+
+
+@pytest.mark.usefixtures("tiny_grid")
+def test_points_whose_loss_explodes_are_never_chosen(
+    weights: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(GRIDS, "wild", Grid("wild", (1e25, 0.01), (0.0,), 20, 8))
+    options = {"mode": "end-to-end", "out": tmp_path / "grid", "place": PLACE}
+    record = xmoco.evaluate_transfer(weights, images, grid="wild", **options)
+    assert record.protocol["head_rate"] == 0.01
+    monkeypatch.setitem(GRIDS, "wild", Grid("wild", (1e25,), (0.0,), 20, 8))
+    options["out"] = tmp_path / "other"
+    with pytest.raises(xmoco.UserError, match="no point of the grid wild"):
+        xmoco.evaluate_transfer(weights, images, grid="wild", **options)
+
+
+@pytest.fixture
+def several(tmp_path: Path) -> Path:
+    """Images of several classes at once: which channels are bright."""
+    generator = np.random.default_rng(0)
+    for split, count in (("train", 24), ("val", 12), ("test", 16)):
+        folder = tmp_path / "several" / split
+        folder.mkdir(parents=True)
+        rows = ["image,labels"]
+        for number in range(count):
+            bright = generator.random(3) < 0.5
+            pixels = generator.integers(0, 100, (16, 16, 3)) + 140 * bright
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{number}.png")
+            names = [n for n, on in zip(("red", "green", "blue"), bright, strict=True) if on]
+            rows.append(f"{number}.png,{';'.join(names)}")
+        (folder / "labels.csv").write_text("\n".join(rows) + "\n")
+    return tmp_path / "several"
+
+
+@pytest.mark.usefixtures("tiny_grid")
+@pytest.mark.parametrize("mode", ["frozen", "end-to-end"])
+def test_images_of_several_classes_are_judged_by_mean_precision(
+    weights: Path, several: Path, tmp_path: Path, mode: str
+) -> None:
+    record = xmoco.evaluate_transfer(
+        weights, several, mode=mode, grid="tiny", out=tmp_path / "grid", place=PLACE
+    )
+    assert record.protocol["metric"] == "11-point mAP"
+    assert record.value > 60  # chance is the share of bright channels, about a half
+
+
+def test_images_of_several_classes_cannot_be_judged_by_knn(weights: Path, several: Path) -> None:
+    with pytest.raises(xmoco.UserError, match="several classes at once"):
+        xmoco.evaluate_knn(weights, several, place=PLACE)
+
+
+@pytest.fixture
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("tiny_grid")
+def test_from_the_command_line(weights: Path, images: Path, in_tmp: Path) -> None:
+    kept = in_tmp / "kept.jsonl"
+    place = ["--device", "cpu", "--records", kept]
+    outcome = run_cli("evaluate", "transfer", weights, images, images, *place)
+    assert outcome.status == 0, outcome.stderr
+    assert "transfer, frozen, to photos" in outcome.stdout
+    outcome = run_cli(
+        "evaluate", "transfer", weights, images, "--mode", "end-to-end", "--grid", "tiny", *place
+    )
+    assert outcome.status == 0, outcome.stderr
+    assert (in_tmp / "runs" / "transfer" / "photos-xmoco-tiny" / "grid.jsonl").is_file()
+    records = [json.loads(line) for line in kept.read_text().splitlines()]
+    measures = ["transfer_frozen", "transfer_frozen", "transfer_end_to_end"]
+    assert [record["measure"] for record in records] == measures
+    assert records[0]["value"] == records[1]["value"]
+
+    outcome = run_cli("tables", "transfer", kept, "--out", "tables")
+    assert outcome.status == 0, outcome.stderr
+    markdown = (in_tmp / "tables" / "transfer-frozen.md").read_text()
+    assert f"{records[0]['value']:.1f}" in markdown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["IMAGES", "--mode", "frosen"], ["frosen", "did you mean frozen"]),
+        (["IMAGES", "--grid", "smal"], ["smal", "did you mean small"]),
+        (["IMAGES", "--metric", "accuracy"], ["accuracy"]),
+        (["petz"], ["petz", "pets"]),
+        (["pets", "--root", "nowhere"], ["nowhere"]),
+        (["IMAGES", "--precision", "fp8"], ["fp8"]),
+        (["IMAGES", "--size", "2"], ["2 px"]),
+    ],
+)
+def test_mistakes(weights: Path, images: Path, arguments: list[str], words: list[str]) -> None:
+    told = [str(images) if argument == "IMAGES" else argument for argument in arguments]
+    assert_refused(run_cli("evaluate", "transfer", weights, *told), *words)
