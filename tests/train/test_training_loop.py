@@ -113,7 +113,7 @@ def test_accumulated_gradients_are_the_mean_over_parts(recipe: Path) -> None:
     )
     batch = next(training.batches.from_step(0))
     training.method.train()
-    step = training._advance(batch, measure=False)
+    step = training.advance(iter([batch]))
     by_hand.method.train()
     x_s, x_t = by_hand.views(batch, 0)
     losses = []
@@ -171,18 +171,18 @@ def test_a_loss_that_is_no_number_stops_the_run(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, spoilt: str
 ) -> None:
     training = new_training(recipe, "log_every=2", "epochs=1")
-    advance = Training._advance
+    advance = Training.advance
 
     def spoil(self: Training, *arguments: Any, **options: Any) -> Any:
         step = advance(self, *arguments, **options)
-        if self.step == 1 and spoilt == "loss":
+        if self.step == 2 and spoilt == "loss":
             return step._replace(loss=step.loss * torch.nan)
-        if self.step == 1:
+        if self.step == 2:
             with torch.no_grad():
                 next(self.method.encoder.parameters()).fill_(torch.inf)
         return step
 
-    monkeypatch.setattr(Training, "_advance", spoil)
+    monkeypatch.setattr(Training, "advance", spoil)
     with pytest.raises(UserError, match="no longer a number"):
         training.train(Spectator())
     assert training.step <= 4

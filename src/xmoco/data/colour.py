@@ -5,8 +5,12 @@ offset; contrast does too once the image's mean is known. So one batched product
 sample in its own way. Only a turn of the hue is different.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
+
+BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
+LUMA = np.array((0.2989, 0.587, 0.114))  # of red, green and blue, with torchvision's digits
 
 
 def mix(images: Tensor, matrices: Tensor, offsets: Tensor) -> Tensor:

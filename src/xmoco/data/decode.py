@@ -2,7 +2,7 @@
 
 Pillow does the work, outside Python's lock, so threads decode side by side. (torchvision's decoder
 is a little faster, but damaged PNG files make it crash the whole process, and it is deprecated.)
-What images are turned into:
+``jpeg`` has the GPU do the same for plain JPEG files. What images are turned into:
 
 - EXIF orientation is applied: the image comes out as a viewer shows it.
 - Transparent parts become white, again as most viewers show them; the colour stored beneath them is
@@ -13,6 +13,7 @@ What images are turned into:
 """
 
 import io
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,19 +26,27 @@ LONGEST_SHAPE = 3
 images of a batch share one canvas, and a single panorama must not blow it up."""
 
 _UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
+    2: (False, (-1,)),
+    3: (False, (-2, -1)),
+    4: (False, (-2,)),
+    5: (True, ()),
+    6: (True, (-1,)),
+    7: (True, (-2, -1)),
+    8: (True, (-2,)),
 }
-"""What undoes each EXIF orientation; 1 is upright already."""
+"""What undoes each EXIF orientation: whether to swap rows and columns, then which dimensions to
+flip. 1 is upright already."""
 
 
 class UnreadableImage(Exception):  # noqa: N818
     """An image that is broken, truncated or of a kind no decoder knows. The text says why."""
+
+
+class EncodedImage(NamedTuple):
+    """An image file in memory, and how ``decode_rgb`` is to shrink it."""
+
+    data: bytes
+    short_side: int | None
 
 
 def decode_rgb(data: bytes, short_side: int | None = None) -> Tensor:
@@ -51,15 +60,14 @@ def decode_rgb(data: bytes, short_side: int | None = None) -> Tensor:
             if short_side is not None:
                 # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size. Staying twice above the size
                 # wanted leaves the last step to a better filter. Other formats take no notice.
-                width, height = _shrunk(image.size, short_side)
+                width, height = shrunk(image.size, short_side)
                 image.draft(None, (2 * width, 2 * height))
             rgb = _to_rgb(image)
-            orientation = _orientation(image)  # after decoding: TIFF files are then upright already
+            turned = exif_orientation(image)  # after decoding: TIFF files are then upright already
         if short_side is not None:
-            rgb = rgb.resize(_shrunk(rgb.size, short_side), Image.Resampling.BILINEAR)
-        if orientation in _UPRIGHT:
-            rgb = rgb.transpose(_UPRIGHT[orientation])
-        return torch.from_numpy(np.array(np.asarray(rgb).transpose(2, 0, 1), order="C"))
+            rgb = rgb.resize(shrunk(rgb.size, short_side), Image.Resampling.BILINEAR)
+        pixels = torch.from_numpy(np.array(np.asarray(rgb).transpose(2, 0, 1), order="C"))
+        return upright(pixels, turned).contiguous()
     except UnreadableImage:
         raise
     except UnidentifiedImageError as error:
@@ -69,13 +77,21 @@ def decode_rgb(data: bytes, short_side: int | None = None) -> Tensor:
         raise UnreadableImage(reason.splitlines()[0]) from error
 
 
-def _shrunk(size: tuple[int, int], short_side: int) -> tuple[int, int]:
+def shrunk(size: tuple[int, int], short_side: int) -> tuple[int, int]:
     """``size``, in either order, after shrinking to ``short_side``."""
     scale = min(1.0, short_side / min(size), LONGEST_SHAPE * short_side / max(size))
     return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
 
 
-def _orientation(image: Image.Image) -> int | None:
+def upright(image: Tensor, orientation: int | None) -> Tensor:
+    """An image (3, height, width) as a viewer shows it, perhaps a view of the one given."""
+    if orientation not in _UPRIGHT:
+        return image
+    swap, flips = _UPRIGHT[orientation]
+    return (image.mT if swap else image).flip(flips)
+
+
+def exif_orientation(image: Image.Image) -> int | None:
     """The EXIF orientation; none if there is none, or if the EXIF block is broken."""
     try:
         value = image.getexif().get(ExifTags.Base.Orientation)

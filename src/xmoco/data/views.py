@@ -3,14 +3,16 @@
 A view is a pure function of an image and some random numbers, and so is every random number of its
 place (seed, step, view, sample). ``draw`` makes the numbers of a whole global batch on the host;
 each process takes its rows by slicing. ``render`` turns images and numbers into views on any
-device, batch by batch. Hence views do not depend on how many processes or which devices there are,
-and any step can be replayed.
+device, whole batches at a time: on CUDA in a few kernels of view_kernels.py, elsewhere by the plain
+operations of resample.py and colour.py. Hence views do not depend on how many processes or which
+devices there are, but for rounding, and any step can be replayed.
 
 The order is the paper's: crop, flip, jitter, grey, (inversion,) blur, normalise. Each operation
 equals torchvision's for the same parameters.
 """
 
 import dataclasses
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xmoco.config import ViewsConfig
-from xmoco.data.colour import mix, turn_hue
+from xmoco.data.colour import CONTRAST, HUE, LUMA, SATURATION, mix, turn_hue
 from xmoco.data.resample import blur_weights, resample, sandwich
 
 Floats = NDArray[np.float64]
@@ -28,14 +30,13 @@ Integers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 CROP_TRIES = 10
-BRIGHTNESS, CONTRAST, SATURATION, HUE = range(4)
 UNCHANGED = np.array((1.0, 1.0, 1.0, 0.0))  # the factors that leave an image as it is
-LUMA = np.array((0.2989, 0.587, 0.114))  # of red, green and blue, with torchvision's digits
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)
 class ViewParameters:
-    """One row per sample. A slice takes the same rows of everything."""
+    """One row per sample. Indexing takes the same rows of everything."""
 
     areas: Floats  # (n, tries) share of the image's area that a crop covers
     ratios: Floats  # (n, tries) width : height of a crop
@@ -52,9 +53,17 @@ class ViewParameters:
     def __len__(self) -> int:
         return len(self.flip)
 
-    def __getitem__(self, rows: slice) -> "ViewParameters":
-        columns = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return ViewParameters(**{name: column[rows] for name, column in columns.items()})
+    def __getitem__(self, rows: slice | Integers) -> "ViewParameters":
+        return ViewParameters(*(column[rows] for column in self.columns))
+
+    @property
+    def columns(self) -> list[NDArray[Any]]:
+        return [getattr(self, field.name) for field in dataclasses.fields(self)]
+
+
+def joined(*parts: ViewParameters) -> ViewParameters:
+    """All rows of ``parts``, one part after the other."""
+    return ViewParameters(*map(np.concatenate, zip(*(p.columns for p in parts), strict=True)))
 
 
 def draw(views: ViewsConfig, count: int, seed: int, step: int, view: int) -> ViewParameters:
@@ -116,34 +125,113 @@ def crop_boxes(parameters: ViewParameters, sizes: Integers, ratio: tuple[float, 
     return np.concatenate((corner, box), axis=1).astype(np.int64)
 
 
-def render(images: Tensor, sizes: Tensor, parameters: ViewParameters, views: ViewsConfig) -> Tensor:
-    """The views, float32 (n, 3, size, size), of uint8 ``images`` (n, 3, H, W) on their device.
+def render(
+    images: Tensor,
+    sizes: Tensor,
+    parameters: ViewParameters,
+    views: ViewsConfig,
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The views (k · n, 3, size, size), channels-last, of uint8 ``images`` (n, 3, H, W).
 
     ``sizes`` (n, 2), on the host, tells how much of each canvas is image: its height and width from
-    the top left. Nothing beyond is ever seen. No step waits for the device.
+    the top left. Nothing beyond is ever seen. ``parameters`` has a row for every image or, with
+    several parts ``joined``, k rows: one view of every image after another. All is done on the
+    images' device, in float32 but for the result, and no step waits for it.
     """
-    if not len(images) == len(sizes) == len(parameters):
+    fused = images.is_cuda and HAS_TRITON
+    return (render_fused if fused else render_plain)(images, sizes, parameters, views, dtype)
+
+
+def render_plain(
+    images: Tensor,
+    sizes: Tensor,
+    parameters: ViewParameters,
+    views: ViewsConfig,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """``render`` in plain operations, for any device: what the kernels are measured by."""
+    boxes = _boxes_of_views(images, sizes, parameters, views)
+    result = _empty_views(images, len(parameters), views.size, dtype)
+    with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
+        for first in range(0, len(parameters), len(images)):
+            rows = slice(first, first + len(images))
+            part = parameters[rows]
+            pixels = _crop(images, boxes[rows], part.flip, views.size)
+            pixels = _jitter(pixels, part)
+            pixels = mix(pixels, *_upload(images.device, *_finish(part.grey, part.invert, views)))
+            # Blur takes weighted means of neighbours, so normalising before it changes nothing.
+            result[rows] = _blur(pixels, part, blur_side(views))
+    return result
+
+
+def render_fused(
+    images: Tensor,
+    sizes: Tensor,
+    parameters: ViewParameters,
+    views: ViewsConfig,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """``render`` by Triton's kernels, for CUDA: all numbers go there in one copy."""
+    from xmoco.data import view_kernels  # only here: Triton is not on every machine
+
+    boxes = _boxes_of_views(images, sizes, parameters, views)
+    places = np.argsort(~parameters.blur, kind="stable")  # the kernels want blurred views first
+    rows = parameters[places]
+    turns_before_contrast = (rows.order == CONTRAST).argmax(axis=1)
+    turns = np.stack((turns_before_contrast, np.full_like(places, 4)), axis=1)
+    matrices, offsets = _finish(rows.grey, rows.invert, views)
+    arrays = {
+        "places": places,
+        "boxes": boxes[places],
+        "flips": rows.flip,
+        "turns": turns * rows.jitter[:, None],
+        "kinds": rows.order,
+        "strengths": np.take_along_axis(rows.factors, rows.order, axis=1),
+        "matrices": matrices,
+        "offsets": offsets,
+        "sigmas": rows.sigmas,
+    }
+    numbers = dict(zip(arrays, _upload(images.device, *arrays.values()), strict=True))
+    result = _empty_views(images, len(parameters), views.size, dtype)
+    blurred = int(np.count_nonzero(parameters.blur))
+    view_kernels.render(images, result, **numbers, blurred=blurred, side=blur_side(views))
+    return result
+
+
+def _boxes_of_views(
+    images: Tensor, sizes: Tensor, parameters: ViewParameters, views: ViewsConfig
+) -> Integers:
+    per_image, rest = divmod(len(parameters), len(images))
+    if len(images) != len(sizes) or rest or not per_image:
         raise ValueError(
             f"{len(images)} images, {len(sizes)} sizes and {len(parameters)} parameters"
         )
-    boxes = crop_boxes(parameters, sizes.numpy(), views.crop_ratio)
-    with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
-        pixels = _crop(images, boxes, parameters.flip, views.size)
-        pixels = _jitter(pixels, parameters)
-        pixels = _finish(pixels, parameters.grey, parameters.invert, views)
-        # Blur takes weighted means of neighbours, so normalising before it changes nothing.
-        return _blur(pixels, parameters, blur_side(views))
+    return crop_boxes(parameters, np.tile(sizes.numpy(), (per_image, 1)), views.crop_ratio)
 
 
-def central(images: Tensor, sizes: Tensor, size: int, views: ViewsConfig) -> Tensor:
+def _empty_views(images: Tensor, count: int, size: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(
+        (count, 3, size, size),
+        dtype=dtype,
+        device=images.device,
+        memory_format=torch.channels_last,
+    )
+
+
+def central(
+    images: Tensor, sizes: Tensor, size: int, views: ViewsConfig, *, border: bool = True
+) -> Tensor:
     """The view for evaluation, without chance: the middle of the image, normalised.
 
     The shorter side becomes 256/224 of ``size`` and the central square of ``size`` pixels is kept.
     Small views (under 64 px) and images that already are ``size`` × ``size`` lose no border: there
-    the shorter side becomes ``size``. Other arguments and the result are as in ``render``.
+    the shorter side becomes ``size``, as it does everywhere if there is to be no ``border``. Other
+    arguments and the result are as in ``render``.
     """
     real = sizes.numpy()
-    short = np.full(len(real), size if size < 64 else round(size * 256 / 224))
+    short = np.full(len(real), round(size * 256 / 224) if border and size >= 64 else size)
     short[(real == size).all(axis=1)] = size
     resized = short[:, None] * real // real.min(axis=1, keepdims=True)
     first = np.rint((resized - size) / 2)
@@ -151,7 +239,7 @@ def central(images: Tensor, sizes: Tensor, size: int, views: ViewsConfig) -> Ten
     none = np.zeros(len(real), dtype=np.bool_)
     with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
         pixels = _resample(images, np.zeros_like(real.T), real.T, resized.T, outputs)
-        return _finish(pixels, none, none, views)
+        return mix(pixels, *_upload(images.device, *_finish(none, none, views)))
 
 
 def _crop(images: Tensor, boxes: Integers, flip: Flags, size: int) -> Tensor:
@@ -202,13 +290,12 @@ def _scaled(numbers: Floats, matrix: Floats) -> Floats:
     return numbers[..., None, None] * matrix
 
 
-def _finish(pixels: Tensor, grey: Flags, invert: Flags, views: ViewsConfig) -> Tensor:
+def _finish(grey: Flags, invert: Flags, views: ViewsConfig) -> tuple[Floats, Floats]:
     """Grey, inversion and normalisation, which together are one matrix and one offset."""
     mean, std = np.array(views.mean), np.array(views.std)
     signs = np.where(invert, -1, 1)
     matrices = _scaled(signs, np.where(grey[:, None, None], LUMA, np.eye(3))) / std[:, None]
-    offsets = (invert[:, None] - mean) / std
-    return mix(pixels, *_upload(pixels.device, matrices, offsets))
+    return matrices, (invert[:, None] - mean) / std
 
 
 def _blur(pixels: Tensor, parameters: ViewParameters, side: int) -> Tensor:

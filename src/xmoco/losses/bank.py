@@ -1,5 +1,8 @@
 """Memory of past batches: two ring buffers whose slots belong together (step 3 of the method)."""
 
+from collections.abc import Callable
+from typing import Self
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,8 +14,8 @@ class PairedRing(nn.Module):
     """The last ``length`` rows of either side; slot j of both sides comes from the same image.
 
     Rings wrap around when their length is no multiple of the batch. ``entered`` counts the rows so
-    far; it stays on the host, so that no step waits for the device, and is part of ``state_dict``
-    like the rows.
+    far. It lives on the device like the rows, so that no step waits for it and a captured CUDA
+    graph moves on by itself; it is part of ``state_dict``.
     """
 
     source: Tensor
@@ -20,9 +23,10 @@ class PairedRing(nn.Module):
 
     def __init__(self, length: int, width: int) -> None:
         super().__init__()
-        self.entered = 0
         self.register_buffer("source", torch.zeros(length, width))
         self.register_buffer("target", torch.zeros(length, width))
+        self.entered = torch.tensor(0)
+        self._known_full = False
 
     @property
     def length(self) -> int:
@@ -30,8 +34,14 @@ class PairedRing(nn.Module):
 
     @property
     def fill(self) -> float:
-        """The share of slots that hold a row of a past batch."""
-        return min(1.0, self.entered / self.length)
+        """The share of slots that hold a row of a past batch. Asks the device."""
+        return min(1.0, int(self.entered) / self.length)
+
+    @property
+    def full(self) -> bool:
+        """Whether every slot holds a row of a past batch. Asks the device until it is so."""
+        self._known_full = self._known_full or self.fill == 1
+        return self._known_full
 
     @torch.no_grad()
     def enter(self, source: Tensor, target: Tensor) -> None:
@@ -45,11 +55,18 @@ class PairedRing(nn.Module):
         self.target[slots] = target[count - kept :].to(self.target.dtype)
         self.entered += count
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What ``to``, ``cuda`` and the like do: the counter goes where the rows go."""
+        nn.Module._apply(self, fn, recurse)
+        self.entered = fn(self.entered)
+        return self
+
     def get_extra_state(self) -> Tensor:
-        return torch.tensor(self.entered)
+        return self.entered.clone().cpu()
 
     def set_extra_state(self, state: Tensor) -> None:
-        self.entered = int(state)
+        self.entered.copy_(state)
+        self._known_full = False
 
 
 class KeyBanks(PairedRing):

@@ -25,8 +25,19 @@ def soft_labels(
     The kernel is P^λ with P's own normalisation: λ·S/τ alone has the same limit, but after few
     rounds it is another plan, since peers are balanced first and then weigh samples differently.
     """
-    negatives = sharpness * log_probabilities[:, 1:]
-    rows = negatives if history is None else torch.cat([negatives, sharpness * history])
-    shares = (negatives + peer_scaling(rows, iterations)).softmax(dim=1)
+    negatives = log_probabilities[:, 1:]
+    rows = negatives.clone() if history is None else torch.cat([negatives, history])
+    peers = peer_scaling(rows.mul_(sharpness), iterations)
+    return balanced_labels(
+        log_probabilities, peers, positive_mass=positive_mass, sharpness=sharpness
+    )
+
+
+@torch.no_grad()
+def balanced_labels(
+    log_probabilities: Tensor, peers: Tensor, *, positive_mass: float, sharpness: float
+) -> Tensor:
+    """Labels from the scaling log β of the negative peers, shape (K,), that balances them."""
+    shares = (sharpness * log_probabilities[:, 1:] + peers).softmax(dim=1)
     positive = torch.full_like(shares[:, :1], positive_mass)
     return torch.cat([positive, (1 - positive_mass) * shares], dim=1)

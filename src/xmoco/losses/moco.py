@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from xmoco.losses.bank import KeyBanks
+from xmoco.losses.contrast import Contrast
 from xmoco.losses.gauges import similarity_gauges
-from xmoco.losses.infonce import infonce
 from xmoco.losses.similarity import crossed_similarities
 
 
@@ -17,6 +17,9 @@ class MoCoLoss(nn.Module):
         bank_length: keys K in each bank.
         temperature: τ.
     """
+
+    # The reference, for tests and benchmarks: autograd, over matrices that are all in memory.
+    plain = False
 
     def __init__(
         self, feature_size: int = 128, bank_length: int = 4096, temperature: float = 0.2
@@ -36,16 +39,27 @@ class MoCoLoss(nn.Module):
 
         The keys then enter the banks, unless the module is in eval mode.
         """
-        log_p_s, log_p_t = self.similarities(q_s, q_t, k_s, k_t)
-        terms = {"source": infonce(log_p_s), "target": infonce(log_p_t)}
+        source, target = self.contrasts(q_s, q_t, k_s, k_t)
+        terms = {"source": source.infonce(), "target": target.infonce()}
         if self.training:
             self.banks.enter(k_s, k_t)
         return terms["source"] + terms["target"], terms
 
+    def contrasts(
+        self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor
+    ) -> tuple[Contrast, Contrast]:
+        """The source and the target side."""
+        with torch.set_grad_enabled(self.plain and torch.is_grad_enabled()):
+            log_p_s, log_p_t = self.similarities(q_s, q_t, k_s, k_t)
+        return (
+            Contrast(q_s, k_t, self.banks.target, self.temperature, log_p_s),
+            Contrast(q_t, k_s, self.banks.source, self.temperature, log_p_t),
+        )
+
     def similarities(
         self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """log P_s and log P_t. The banks are copied: new keys enter before the backward pass."""
+        """log P_s and log P_t. Autograd gets copies of the banks: they change before it is run."""
         expected = (len(q_s), self.banks.source.shape[1])
         for name, features in {"q_s": q_s, "q_t": q_t, "k_s": k_s, "k_t": k_t}.items():
             if features.shape != expected:
@@ -53,9 +67,12 @@ class MoCoLoss(nn.Module):
                     f"{name} has shape {tuple(features.shape)}, expected {expected}: one row per "
                     "image of the batch, as long as feature_size."
                 )
+        bank_s, bank_t = self.banks.source, self.banks.target
+        if torch.is_grad_enabled():
+            bank_s, bank_t = bank_s.clone(), bank_t.clone()
         return (
-            crossed_similarities(q_s, k_t, self.banks.target.clone(), self.temperature),
-            crossed_similarities(q_t, k_s, self.banks.source.clone(), self.temperature),
+            crossed_similarities(q_s, k_t, bank_t, self.temperature),
+            crossed_similarities(q_t, k_s, bank_s, self.temperature),
         )
 
     @torch.no_grad()

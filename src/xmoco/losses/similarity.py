@@ -15,7 +15,7 @@ def crossed_similarities(queries: Tensor, keys: Tensor, bank: Tensor, temperatur
     Gradients reach the queries only. Logarithms, not probabilities, are what the cross entropies
     and the transport need, and they do not underflow.
     """
-    queries, keys, bank = _precise(queries), _precise(keys.detach()), _precise(bank.detach())
+    queries, keys, bank = precise(queries), precise(keys.detach()), precise(bank.detach())
     with torch.autocast(queries.device.type, enabled=False):
         positive = (queries * keys).sum(dim=1, keepdim=True)
         negatives = queries @ bank.T
@@ -29,9 +29,9 @@ def past_similarities(queries: Tensor, slots: Tensor, bank: Tensor, temperature:
     By now the bank holds each past query's own key, in slot ``slots[i]`` (both entered together).
     It is that query's positive: it shares in the normalisation, but as a negative it counts −inf.
     """
-    queries, bank = _precise(queries), _precise(bank)
+    queries, bank = precise(queries), precise(bank)
     with torch.autocast(queries.device.type, enabled=False):
-        log_p = (queries @ bank.T).div(temperature).log_softmax(dim=1)
+        log_p = (queries @ bank.T).div_(temperature).log_softmax(dim=1)
     return log_p.scatter_(1, slots[:, None], -torch.inf)
 
 
@@ -40,5 +40,5 @@ def cross_entropy(target: Tensor, log_prediction: Tensor) -> Tensor:
     return -(target.detach() * log_prediction).sum(dim=1).mean()
 
 
-def _precise(features: Tensor) -> Tensor:
+def precise(features: Tensor) -> Tensor:
     return features if features.dtype == torch.float64 else features.float()

@@ -1,9 +1,9 @@
-"""Sinkhorn balancing in log space (paper, equations 10 and 11).
+"""Sinkhorn balancing (paper, equations 10 and 11).
 
 The transport plan is diag(α) · P^λ · diag(β). Rows are samples, columns are negative peers; each
-round first gives every peer the same total, then every sample, so that samples end exact. The plan
-is never formed here: it follows from the column scaling alone, as a softmax over each row of
-``λ·log P + log β`` (the samples' scaling is that softmax's normaliser).
+round first gives every peer the same total, then every sample, so that samples end exact. Only
+log β is returned: the plan follows from it, as a softmax over each row of ``λ·log P + log β`` (the
+samples' scaling is that softmax's normaliser).
 """
 
 from collections.abc import Callable
@@ -24,9 +24,16 @@ def peer_scaling(
 
     ``over_rows`` sums a column over all samples, which may live in several processes. Entries may
     be −inf (a peer that a sample must not choose) as long as no row or column is all −inf.
+
+    The first round is taken in log space, since powers of probabilities underflow. It leaves a plan
+    whose every row has an entry of at least 1/K and whose every column one of at least 1/(M·K), as
+    does each later round: those can scale the plan itself, without exponentials.
     """
-    samples = log_kernel.new_zeros(log_kernel.shape[0], 1)
-    for _ in range(iterations):
-        peers = -over_rows(log_kernel + samples)
-        samples = -(log_kernel + peers).logsumexp(dim=1, keepdim=True)
+    peers = -over_rows(log_kernel)
+    plan = (log_kernel + peers).softmax(dim=1)
+    for _ in range(iterations - 1):
+        correction = -over_rows(plan.sum(dim=0, keepdim=True).log())
+        plan *= correction.exp()
+        plan /= plan.sum(dim=1, keepdim=True)
+        peers = peers + correction
     return peers

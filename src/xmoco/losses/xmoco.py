@@ -7,11 +7,12 @@ from torch import Tensor
 
 from xmoco.distributed import own_share
 from xmoco.losses.bank import PairedRing
-from xmoco.losses.consistency import consistency
+from xmoco.losses.contrast import Contrast
 from xmoco.losses.gauges import label_gauges, similarity_gauges
-from xmoco.losses.labels import soft_labels
+from xmoco.losses.labels import balanced_labels, soft_labels
 from xmoco.losses.moco import MoCoLoss
-from xmoco.losses.similarity import cross_entropy, past_similarities
+from xmoco.losses.similarity import past_similarities
+from xmoco.losses.streamed import can_stream, streamed_peer_scaling
 
 History = Literal["queries", "probabilities", "none"]
 
@@ -74,46 +75,73 @@ class XMoCoLoss(MoCoLoss):
 
         A term is named after the side that tells: ``labels_source`` is CE(Y_s, P_t).
         """
-        log_p_s, log_p_t = self.similarities(q_s, q_t, k_s, k_t)
-        y_s, y_t = self.labels(log_p_s, log_p_t)
+        source, target = self.contrasts(q_s, q_t, k_s, k_t)
+        y_s, y_t = self._labels_of(source, target)
         terms = {
-            "labels_source": cross_entropy(y_s, log_p_t),
-            "labels_target": cross_entropy(y_t, log_p_s),
-            "consistency_source": consistency(log_p_s, log_p_t),
-            "consistency_target": consistency(log_p_t, log_p_s),
+            "labels_source": target.cross_entropy(y_s),
+            "labels_target": source.cross_entropy(y_t),
+            # Whatever two views are taken, an image should be as similar to each other image: the
+            # similarities of one side predict the other's (section III-C).
+            "consistency_source": target.cross_entropy(source.p),
+            "consistency_target": source.cross_entropy(target.p),
         }
         if self.training:
             self.banks.enter(k_s, k_t)
             if self.history_kind == "queries" and self.history is not None:
                 self.history.enter(q_s, q_t)
             elif self.history is not None:
-                self.history.enter(log_p_s[:, 1:], log_p_t[:, 1:])
+                self.history.enter(source.log_p[:, 1:], target.log_p[:, 1:])
         return torch.stack(list(terms.values())).sum(), terms
 
     def labels(self, log_p_s: Tensor, log_p_t: Tensor) -> tuple[Tensor, Tensor]:
         """Soft labels Y_s from P_s and Y_t from P_t."""
-        past_s, past_t = self._past()
         settings = {"positive_mass": self.positive_mass, "sharpness": self.sharpness}
         return (
-            soft_labels(log_p_s, history=past_s, iterations=self.iterations, **settings),
-            soft_labels(log_p_t, history=past_t, iterations=self.iterations, **settings),
+            soft_labels(
+                log_p_s, history=self._past("source"), iterations=self.iterations, **settings
+            ),
+            soft_labels(
+                log_p_t, history=self._past("target"), iterations=self.iterations, **settings
+            ),
         )
 
     @torch.no_grad()
     def gauges(self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor) -> dict[str, Tensor]:
-        log_p_s, log_p_t = self.similarities(q_s, q_t, k_s, k_t)
-        y_s, y_t = self.labels(log_p_s, log_p_t)
-        return similarity_gauges(log_p_s, log_p_t) | label_gauges(y_s, y_t)
+        source, target = self.contrasts(q_s, q_t, k_s, k_t)
+        labels = self._labels_of(source, target)
+        return similarity_gauges(source.log_p, target.log_p) | label_gauges(*labels)
 
-    def _past(self) -> tuple[Tensor | None, Tensor | None]:
-        """Past samples' log P over the negatives, this process's share; none until K are known."""
-        if self.history is None or self.history.fill < 1:
-            return None, None
-        past_s, past_t = own_share(self.history.source), own_share(self.history.target)
-        if self.history_kind == "probabilities":
-            return past_s, past_t
-        slots = own_share(torch.arange(self.history.length, device=past_s.device))
-        return (
-            past_similarities(past_s, slots, self.banks.target, self.temperature),
-            past_similarities(past_t, slots, self.banks.source, self.temperature),
+    def _labels_of(self, source: Contrast, target: Contrast) -> tuple[Tensor, Tensor]:
+        """The labels, with past queries streamed where that is possible."""
+        streams = self.history_kind == "queries" and not self.plain and can_stream(source.queries)
+        if self.history is None or not streams:
+            return self.labels(source.log_p, target.log_p)
+        peers_s, peers_t = streamed_peer_scaling(
+            queries=torch.stack([source.queries, target.queries]),
+            keys=torch.stack([source.keys, target.keys]),
+            banks=torch.stack([source.bank, target.bank]),
+            past=torch.stack([own_share(self.history.source), own_share(self.history.target)]),
+            past_slots=own_share(torch.arange(self.history.length, device=source.bank.device)),
+            past_counts=self.history.entered >= self.history.length,
+            temperature=self.temperature,
+            sharpness=self.sharpness,
+            iterations=self.iterations,
         )
+        settings = {"positive_mass": self.positive_mass, "sharpness": self.sharpness}
+        return (
+            balanced_labels(source.log_p, peers_s, **settings),
+            balanced_labels(target.log_p, peers_t, **settings),
+        )
+
+    def _past(self, side: Literal["source", "target"]) -> Tensor | None:
+        """Past samples' log P over the negatives, this process's share; none until K are known."""
+        if self.history is None or not self.history.full:
+            return None
+        if side == "source":
+            past, bank = own_share(self.history.source), self.banks.target
+        else:
+            past, bank = own_share(self.history.target), self.banks.source
+        if self.history_kind == "probabilities":
+            return past
+        slots = own_share(torch.arange(self.history.length, device=past.device))
+        return past_similarities(past, slots, bank, self.temperature)

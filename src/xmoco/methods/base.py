@@ -14,6 +14,7 @@ from xmoco.nn.batchnorm import (
     keys_in_split_groups,
     split_statistics,
 )
+from xmoco.nn.blocks import fuse_norms
 from xmoco.nn.encoder import Encoder, build_encoder, momentum_copy, momentum_update
 
 
@@ -50,32 +51,50 @@ class Method(nn.Module, ABC):
 
 
 class MomentumMethod(Method):
-    """An encoder f with gradients, a momentum encoder g without, and a loss that owns two banks."""
+    """An encoder f with gradients, a momentum encoder g without, and a loss that owns two banks.
+
+    Both views go through an encoder together, as one stacked batch, which keeps a GPU busier; their
+    batch statistics stay apart. Synchronised batch norm alone cannot do that.
+    """
 
     def __init__(self, model: ModelConfig, settings: MoCoConfig, loss: MoCoLoss) -> None:
         super().__init__()
         self.model = model
         self.key_momentum = settings.key_momentum
         self.encoder = build_encoder(model)
-        if model.batch_norm == "split":
-            split_statistics(self.encoder, model.batch_norm_groups)
-        elif model.batch_norm == "synchronised":
+        self.stacked = model.batch_norm != "synchronised"
+        if self.stacked:
+            groups = model.batch_norm_groups if model.batch_norm == "split" else 1
+            split_statistics(self.encoder, groups, views=2)
+            fuse_norms(self.encoder)
+        else:
             self.encoder = nn.SyncBatchNorm.convert_sync_batchnorm(self.encoder)
         self.momentum_encoder = momentum_copy(self.encoder)
         self.loss = loss
 
+    def queries(self, x_s: Tensor, x_t: Tensor) -> tuple[Tensor, Tensor]:
+        """q_s and q_t of f."""
+        if not self.stacked:
+            return self.encoder(x_s), self.encoder(x_t)
+        q_s, q_t = self.encoder(torch.cat([x_s, x_t])).chunk(2)
+        return q_s, q_t
+
     @torch.no_grad()
-    def keys(self, views: Tensor) -> Tensor:
-        """Keys of g, in batch-norm company other than the queries' (see nn/batchnorm.py)."""
+    def keys(self, x_s: Tensor, x_t: Tensor) -> tuple[Tensor, Tensor]:
+        """k_s and k_t of g, in batch-norm company other than the queries' (nn/batchnorm.py)."""
+        encoder = self.momentum_encoder
+        if not self.stacked:
+            return encoder(x_s), encoder(x_t)
         match self.model.batch_norm:
             case "split":
                 groups = self.model.batch_norm_groups
-                return keys_in_split_groups(self.momentum_encoder, views, groups)
+                keys = keys_in_split_groups(encoder, torch.cat([x_s, x_t]), groups, views=2)
             case "shuffled":
-                return keys_in_other_processes(self.momentum_encoder, views)
+                keys = keys_in_other_processes(encoder, torch.cat([x_s, x_t]), views=2)
             case _:
-                keys: Tensor = self.momentum_encoder(views)
-                return keys
+                keys = encoder(torch.cat([x_s, x_t]))
+        k_s, k_t = keys.chunk(2)
+        return k_s, k_t
 
     def contrast(self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor, measure: bool) -> Step:
         gauges: dict[str, Tensor] = {}

@@ -10,23 +10,39 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xmoco.distributed import gather, own_share, processes, rank
+from xmoco.distributed import gather, processes, rank
 
 
-class _SplitStatistics(nn.modules.batchnorm._BatchNorm):
+class SplitStatistics(nn.modules.batchnorm._BatchNorm):
     """In training, samples i, i+g, i+2g … share statistics: g groups. Else ordinary batch norm.
 
-    Parameters and running statistics are named and shaped like the ordinary layer's and mean the
-    same, so the weights load straight into torchvision.
+    A batch may be several ``views`` stacked: then each is treated as a batch of its own, and they
+    move the running statistics one after the other. Parameters and running statistics are named
+    and shaped like the ordinary layer's and mean the same, so the weights load straight into
+    torchvision.
     """
 
-    def __init__(self, features: int, groups: int, **options: Any) -> None:
+    def __init__(self, features: int, groups: int, views: int = 1, **options: Any) -> None:
         super().__init__(features, **options)
         self.groups = groups
+        self.views = views
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return super().forward(x)
+        self._check(x)
+        views = [self._normalise_view(view) for view in x.chunk(self.views)]
+        return views[0] if len(views) == 1 else torch.cat(views)
+
+    def _check(self, x: Tensor) -> None:
+        members, left = divmod(len(x), self.views * self.groups)
+        if left or members * x.shape[2:].numel() < 2:
+            raise ValueError(
+                f"batch norm needs {self.views} × {self.groups} equal groups with at least two "
+                f"values a channel, but the batch is {tuple(x.shape)}."
+            )
+
+    def _normalise_view(self, x: Tensor) -> Tensor:
         groups, (samples, channels) = self.groups, x.shape[:2]
         mean, var = self.running_mean, self.running_var
         assert mean is not None
@@ -51,47 +67,58 @@ class _SplitStatistics(nn.modules.batchnorm._BatchNorm):
         return normalised.view(x.shape)
 
 
-class SplitBatchNorm1d(_SplitStatistics, nn.BatchNorm1d):
+class SplitBatchNorm1d(SplitStatistics, nn.BatchNorm1d):
     pass
 
 
-class SplitBatchNorm2d(_SplitStatistics, nn.BatchNorm2d):
+class SplitBatchNorm2d(SplitStatistics, nn.BatchNorm2d):
     pass
 
 
-def split_statistics(module: nn.Module, groups: int) -> nn.Module:
+def split_statistics(module: nn.Module, groups: int, views: int = 1) -> nn.Module:
     """Replace every batch norm inside ``module`` by its split form, in place."""
     kinds = {nn.BatchNorm1d: SplitBatchNorm1d, nn.BatchNorm2d: SplitBatchNorm2d}
     for name, child in module.named_children():
         if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d) and type(child) in kinds:
             split = kinds[type(child)](
-                child.num_features, groups, eps=child.eps, momentum=child.momentum
+                child.num_features, groups, views, eps=child.eps, momentum=child.momentum
             )
             split.load_state_dict(child.state_dict())
             split.train(child.training)
             setattr(module, name, split)
         else:
-            split_statistics(child, groups)
+            split_statistics(child, groups, views)
     return module
 
 
-def keys_in_split_groups(encoder: nn.Module, images: Tensor, groups: int) -> Tensor:
+def keys_in_split_groups(encoder: nn.Module, images: Tensor, groups: int, views: int = 1) -> Tensor:
     """Encode so that an image's group differs from the one it had as a query.
 
     Queries i, i+g, i+2g … form a group; here neighbours do. Order within a batch is random
-    already, so a fixed rearrangement serves as well as a random one.
+    already, so a fixed rearrangement serves as well as a random one. Stacked ``views`` are
+    rearranged each in its place.
     """
-    rearranged = _transposed(images, groups, len(images) // groups)
-    return _transposed(encoder(rearranged), len(images) // groups, groups)
+    members = len(images) // (views * groups)
+    return _transposed(encoder(_transposed(images, groups, members)), members, groups)
 
 
-def keys_in_other_processes(encoder: nn.Module, images: Tensor) -> Tensor:
-    """Encode in another process than the query's (ShuffleBN): each takes every W-th image."""
-    keys = gather(encoder(own_share(gather(images))))
-    here = slice(rank() * len(images), (rank() + 1) * len(images))
-    return _transposed(keys, processes(), len(images))[here]
+def keys_in_other_processes(encoder: nn.Module, images: Tensor, views: int = 1) -> Tensor:
+    """Encode in another process than the query's (ShuffleBN): of all images of a view, each process
+    takes every W-th."""
+    count = len(images) // views
+    everyones = gather(images).unflatten(0, (processes(), views, count))
+    mine = everyones.transpose(0, 1).flatten(1, 2)[:, rank() :: processes()].flatten(0, 1)
+    # Key number j of process r is that of image j·W + r.
+    keys = gather(encoder(mine)).unflatten(0, (processes(), views, count))
+    in_order: Tensor = keys.permute(1, 2, 0, 3).flatten(1, 2)
+    return in_order[:, rank() * count : (rank() + 1) * count].flatten(0, 1)
 
 
 def _transposed(rows: Tensor, blocks: int, length: int) -> Tensor:
-    """Read ``blocks`` blocks of ``length`` rows column-wise: the first of each, the second …"""
-    return rows.view(blocks, length, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+    """Read ``blocks`` blocks of ``length`` rows column-wise: the first of each, the second …
+
+    The next blocks follow in the same way.
+    """
+    order = torch.arange(len(rows), device=rows.device)
+    order = order.view(-1, blocks, length).transpose(1, 2).flatten()
+    return rows[order]  # which keeps channels last, where a reshape would not

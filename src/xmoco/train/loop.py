@@ -18,13 +18,14 @@ from torch import Tensor
 
 from xmoco.config import Config
 from xmoco.data import Batch, Batches
-from xmoco.data.views import draw, render
+from xmoco.data.views import draw, joined, render
 from xmoco.distributed import sum_over_processes
 from xmoco.errors import Interrupted, UserError
 from xmoco.methods import Method, Step
 from xmoco.train.checkpoints import load_checkpoint
 from xmoco.train.run_folder import RunFolder
 from xmoco.train.schedule import learning_rate
+from xmoco.train.step import build_stepper
 from xmoco.train.stopping import StopRequest
 
 CHECKPOINT_SHARE = 0.02  # of the time, at most, goes into checkpoints at epoch ends
@@ -76,10 +77,16 @@ class Training:
         self.method.to(memory_format=torch.channels_last)
         learned = [p for p in self.method.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(
-            learned, self.peak_rate, momentum=optim.sgd_momentum, weight_decay=optim.weight_decay
+            learned,
+            self.peak_rate,
+            momentum=optim.sgd_momentum,
+            weight_decay=optim.weight_decay,
+            fused=self.fabric.device.type == "cuda",
         )
-        # ``model`` is the method as seen by the loop (precision, gradients over all processes).
-        self.model, self.optimizer = self.fabric.setup(self.method, optimizer)
+        model, self.optimizer = self.fabric.setup(self.method, optimizer)
+        self.stepper = build_stepper(
+            self.fabric, model, self.method, self.optimizer, train.accumulate
+        )
 
     def restore(self) -> bool:
         """Go back to the last checkpoint. False if there is none yet."""
@@ -136,9 +143,8 @@ class Training:
             stream = stack.enter_context(closing(self.batches.from_step(self.step)))
             while self.step < self.total_steps:
                 log = (self.step + 1) % log_every == 0 or self.step + 1 == self.total_steps
-                step = self._advance(self._next(stream), measure=log)
+                step = self.advance(stream, measure=log)
                 pace.add(step)
-                self.step += 1
                 self.seconds = before + time.perf_counter() - started
                 if self.fabric.is_global_zero:
                     spectator.on_step(self.step)
@@ -182,35 +188,21 @@ class Training:
         """Source and target views of this process's share of a step's batch."""
         config, share = self.config, len(batch.images)
         mine = slice(self.fabric.global_rank * share, (self.fabric.global_rank + 1) * share)
-        x_s, x_t = (
-            render(
-                batch.images,
-                batch.sizes,
-                draw(config.views, config.train.batch, config.train.seed, step, view)[mine],
-                config.views,
-            ).contiguous(memory_format=torch.channels_last)
-            for view in (0, 1)
+        parameters = joined(
+            *(
+                draw(config.views, config.train.batch, config.train.seed, step, view)[mine]
+                for view in (0, 1)
+            )
         )
+        x_s, x_t = render(batch.images, batch.sizes, parameters, config.views).chunk(2)
         return x_s, x_t
 
-    def _advance(self, batch: Batch, measure: bool) -> Step:
-        """One step of the optimiser, its batch in ``accumulate`` parts."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate(self.step)
-        parts = self.config.train.accumulate
-        x_s, x_t = self.views(batch, self.step)
-        done = []
-        for part, (part_s, part_t) in enumerate(
-            zip(x_s.chunk(parts), x_t.chunk(parts), strict=True), start=1
-        ):
-            with self.fabric.no_backward_sync(self.model, enabled=part < parts):
-                step: Step = self.model(part_s, part_t, measure=measure and part == parts)
-                self.fabric.backward(step.loss / parts)
-            done.append(step)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.method.after_step()
-        return _mean_of_parts(done)
+    def advance(self, stream: Iterator[Batch], measure: bool = False) -> Step:
+        """Take the next batch and one step of the optimiser."""
+        x_s, x_t = self.views(self._next(stream), self.step)
+        step = self.stepper(x_s, x_t, self.rate(self.step), measure)
+        self.step += 1
+        return step
 
     def _next(self, stream: Iterator[Batch]) -> Batch:
         try:
@@ -304,14 +296,3 @@ class _SaveClock:
         save()
         self.last = time.perf_counter()
         self.cost = self.last - started
-
-
-def _mean_of_parts(parts: list[Step]) -> Step:
-    if len(parts) == 1:
-        return parts[0]
-    loss = torch.stack([part.loss.detach() for part in parts]).mean()
-    terms = {
-        name: torch.stack([part.terms[name].detach() for part in parts]).mean()
-        for name in parts[0].terms
-    }
-    return Step(loss, terms, parts[-1].gauges)

@@ -1,0 +1,203 @@
+"""How fast JPEG files become batches on the device.
+
+    python benchmarks/decode.py
+
+Photograph-like files of 500×375 are written to a temporary folder and brought to the device batch
+after batch, as training would have them: decoded by the host's threads and, where there is a GPU,
+decoded there. The two take turns; the median round counts. Of the GPU's way it is also told what
+each stage takes alone; in the pipeline they overlap. The records go to benchmarks/results.
+"""
+
+import argparse
+import io
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from recipe import RESULTS
+from xmoco.config import DataConfig
+from xmoco.data import Batches, ImageSet, open_images
+from xmoco.data.jpeg import PlainJpeg, decode_jpegs, plain_jpeg
+from xmoco.data.streaming import on_one_canvas
+from xmoco.records import Record, append_records
+
+WIDTH, HEIGHT, QUALITY = 500, 375, 85
+WARM_UP = 3
+"""Batches that are not timed: the first ones are those read ahead."""
+
+
+class WithoutFiles(ImageSet):
+    """A set that keeps its files to itself, so that they are decoded by threads."""
+
+    def __init__(self, images: ImageSet) -> None:
+        self.name, self.labels, self.classes = images.name, images.labels, images.classes
+        self._images = images
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def read(self, index: int) -> Tensor:
+        return self._images.read(index)
+
+    def where(self, index: int) -> str:
+        return self._images.where(index)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--images", type=int, default=4096)
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--readers", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        write_photographs(Path(folder), options.images)
+        size = sum(path.stat().st_size for path in Path(folder).iterdir())
+        images = open_images(DataConfig(source=folder), "train")
+        assert images is not None
+        ways = {"xmoco (threads)": WithoutFiles(images)}
+        if device.type == "cuda":
+            ways["xmoco"] = images
+        measure = partial(images_per_second, options.batch, options.readers, device)
+        rounds = [
+            {subject: measure(images) for subject, images in ways.items()}
+            for _ in range(options.rounds)
+        ]
+        stages = stage_seconds(images, options.batch, device) if device.type == "cuda" else {}
+    protocol = {
+        "images": options.images,
+        "batch": options.batch,
+        "readers": options.readers,
+        "rounds": options.rounds,
+        "files": f"JPEG {WIDTH}×{HEIGHT}, quality {QUALITY}, 4:2:0",
+        "bytes_per_file": round(size / options.images),
+        "device": device.type,
+    }
+    records = []
+    table = Table(title=f"JPEG {WIDTH}×{HEIGHT} to batches of {options.batch} on {device.type}")
+    for heading in ("subject", "images/s", "lowest", "highest"):
+        table.add_column(heading, justify="left" if heading == "subject" else "right")
+    for subject in ways:
+        values = [round_[subject] for round_ in rounds]
+        table.add_row(subject, *(f"{f(values):,.0f}" for f in (median, min, max)))
+        told = protocol | {"values": [round(value) for value in values]}
+        if subject == "xmoco":
+            told["stage_seconds"] = stages
+        records.append(record(subject, median(values), told))
+    path = options.results / "decode.jsonl"
+    append_records(path, records)
+    console = Console()
+    console.print(table)
+    if stages:
+        console.print(stage_table(stages, options.batch))
+    console.print(f"records in {path}")
+
+
+def record(subject: str, value: float, protocol: dict[str, Any]) -> Record:
+    return Record(
+        "decode_images_per_second",
+        value,
+        "images/s",
+        subject,
+        f"decode-{WIDTH}x{HEIGHT}",
+        protocol,
+        seed=0,
+    )
+
+
+def write_photographs(folder: Path, count: int) -> None:
+    """Soft shapes and colours with fine grain: files as large as photographs of that size."""
+    grain = np.random.default_rng(0).normal(0, 9, (2 * HEIGHT, 2 * WIDTH, 1)).astype(np.float32)
+
+    def write(number: int) -> None:
+        rng = np.random.default_rng(number)
+        coarse = Image.fromarray(rng.integers(30, 226, (10, 14, 3), dtype=np.uint8))
+        soft = np.asarray(coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC))
+        top, left = rng.integers(0, HEIGHT), rng.integers(0, WIDTH)
+        pixels = soft + grain[top : top + HEIGHT, left : left + WIDTH]
+        file = io.BytesIO()
+        image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+        image.save(file, "JPEG", quality=QUALITY, subsampling="4:2:0")
+        (folder / f"{number:05}.jpg").write_bytes(file.getvalue())
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, range(count)))
+
+
+def images_per_second(batch: int, readers: int, device: torch.device, images: ImageSet) -> float:
+    """Over two epochs, the files in the system's cache."""
+    batches = Batches(images, batch=batch, seed=0, device=device, readers=readers, resident_gib=0.0)
+    steps = 2 * batches.steps_per_epoch
+    with closing(batches.from_step(0)) as stream:
+        for _ in islice(stream, WARM_UP):
+            pass
+        settle(device)
+        started = time.perf_counter()
+        for _ in islice(stream, steps):
+            pass
+        settle(device)
+        return steps * batch / (time.perf_counter() - started)
+
+
+def stage_seconds(images: ImageSet, batch: int, device: torch.device) -> dict[str, float]:
+    """What one batch takes in each stage, on one thread where threads do it."""
+
+    def read() -> list[PlainJpeg]:
+        files = [images.encoded(index) for index in range(batch)]
+        found = [plain_jpeg(file) for file in files if file is not None]
+        return [jpeg for jpeg in found if jpeg is not None]
+
+    jpegs = read()
+    pixels = [image for image in decode_jpegs(jpegs, device) if image is not None]
+    assert len(pixels) == batch
+    stages: dict[str, Callable[[], Any]] = {
+        "read (one thread)": read,
+        "decode": lambda: decode_jpegs(jpegs, device),
+        "canvas": lambda: on_one_canvas([pixels[0][:, 1:], *pixels[1:]]),  # not all of one size
+    }
+    return {name: seconds(stage, device) for name, stage in stages.items()}
+
+
+def seconds(work: Callable[[], Any], device: torch.device, rounds: int = 7) -> float:
+    times = []
+    for _ in range(rounds):
+        settle(device)
+        started = time.perf_counter()
+        work()
+        settle(device)
+        times.append(time.perf_counter() - started)
+    return round(median(times), 5)
+
+
+def stage_table(stages: dict[str, float], batch: int) -> Table:
+    table = Table(title=f"Stages of one batch of {batch}, each alone")
+    for heading in ("stage", "ms", "share"):
+        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    for name, value in stages.items():
+        table.add_row(name, f"{1000 * value:.1f}", f"{100 * value / sum(stages.values()):.0f} %")
+    return table
+
+
+def settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()

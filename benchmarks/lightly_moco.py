@@ -1,0 +1,103 @@
+"""Symmetric MoCo as lightly's users write it, to be raced by ``speed.py``.
+
+Dataset, transform, loss with its memory bank and momentum update are lightly's; the network is the
+one xmoco trains, and the settings of the views are the same. Needs ``pip install lightly``.
+"""
+
+import copy
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightly.data import LightlyDataset
+from lightly.loss import NTXentLoss
+from lightly.models.utils import (
+    batch_shuffle,
+    batch_unshuffle,
+    deactivate_requires_grad,
+    update_momentum,
+)
+from lightly.transforms import MoCoV2Transform
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from xmoco.config import Config
+from xmoco.nn.encoder import build_encoder
+
+
+def transform(config: Config) -> MoCoV2Transform:
+    views = config.views
+    return MoCoV2Transform(
+        input_size=views.size,
+        cj_prob=views.jitter,
+        cj_strength=1.0,
+        cj_bright=views.brightness,
+        cj_contrast=views.contrast,
+        cj_sat=views.saturation,
+        cj_hue=views.hue,
+        min_scale=views.crop_scale[0],
+        random_gray_scale=views.grey,
+        gaussian_blur=views.blur,
+        sigmas=views.blur_sigma,
+        hf_prob=views.flip,
+        normalize={"mean": list(views.mean), "std": list(views.std)},
+    )
+
+
+class LightlyMoCo:
+    """``images`` is a folder of image files, or a data set of (PIL image, label)."""
+
+    def __init__(
+        self, images: str | Dataset[Any], config: Config, *, bf16: bool, workers: int, tuned: bool
+    ) -> None:
+        self.config, self.bf16 = config, bf16
+        self.format = torch.channels_last if tuned else torch.contiguous_format
+        if isinstance(images, str):
+            data = LightlyDataset(images, transform=transform(config))
+        else:
+            data = LightlyDataset.from_torch_dataset(images, transform=transform(config))
+        self.loader = DataLoader(
+            data,
+            batch_size=config.train.batch,
+            shuffle=True,
+            drop_last=True,
+            num_workers=workers,
+            pin_memory=tuned,
+            persistent_workers=True,
+        )
+        self.encoder = build_encoder(config.model).cuda().to(memory_format=self.format)
+        self.momentum_encoder = copy.deepcopy(self.encoder)
+        deactivate_requires_grad(self.momentum_encoder)
+        bank = config.method.bank_length, config.model.feature_size
+        self.losses = [NTXentLoss(config.method.temperature, bank).cuda() for _ in range(2)]
+        self.optimizer = torch.optim.SGD(
+            self.encoder.parameters(), lr=0.06, momentum=0.9, weight_decay=5e-4
+        )
+        self.stream = self._endless()
+        self.waited = 0.0
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            started = time.perf_counter()
+            views = next(self.stream)[0]
+            self.waited += time.perf_counter() - started
+            update_momentum(self.encoder, self.momentum_encoder, m=0.99)
+            x0, x1 = (view.cuda(non_blocking=True).to(memory_format=self.format) for view in views)
+            with torch.autocast("cuda", torch.bfloat16, enabled=self.bf16):
+                loss = self._side(x0, x1, 0) + self._side(x1, x0, 1)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def _side(self, query_view: Tensor, key_view: Tensor, side: int) -> Tensor:
+        queries = self.encoder(query_view)
+        with torch.no_grad():
+            shuffled, order = batch_shuffle(key_view)
+            keys = batch_unshuffle(self.momentum_encoder(shuffled), order)
+        loss: Tensor = self.losses[side](queries, keys)
+        return loss / 2

@@ -1,0 +1,350 @@
+"""How fast xmoco trains, beside lightly and beside what the encoder alone would allow.
+
+    python benchmarks/speed.py cifar10 --data cifar10.tar
+    python benchmarks/speed.py photographs            # writes JPEG files of 500×375 to train on
+
+The contenders take turns in one process, a few steps each; the median round counts. All train the
+same network on the same images with views of the same settings. ``encoder only`` is the compiled
+network with nothing around it: forward and backward for the queries, forward for the keys. lightly
+takes part if it is installed. ``--stages`` also tells where the time of a step goes.
+"""
+
+import argparse
+import contextlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from decode import write_photographs
+from recipe import RESULTS
+from xmoco.config import Config
+from xmoco.data import Batches, ImageSet, open_images
+from xmoco.methods import build_method
+from xmoco.nn.encoder import build_encoder, momentum_copy
+from xmoco.records import Record, append_records
+from xmoco.settings import load_config
+from xmoco.train.engine import build_fabric, resolve_batch_norm
+from xmoco.train.loop import Training
+from xmoco.train.run_folder import RunFolder
+
+WARM_UP = 12
+"""Steps before the first timed one; xmoco decides about CUDA graphs after eight."""
+
+
+class Contender(Protocol):
+    waited: float
+
+    def steps(self, count: int) -> None: ...
+
+
+class Ours:
+    """A run of xmoco as ``xmoco pretrain`` would have it, without its log and its kNN."""
+
+    def __init__(self, config: Config, images: ImageSet, folder: Path) -> None:
+        fabric = build_fabric(config.run)
+        model = resolve_batch_norm(config.model, fabric, config.train.batch)
+        config = config.model_copy(update={"model": model})
+        torch.manual_seed(config.train.seed)
+        method = build_method(model, config.method)
+        self.batches = Batches(
+            images,
+            batch=config.train.batch,
+            seed=0,
+            device=fabric.device,
+            readers=config.run.readers,
+            resident_gib=config.data.resident_gib,
+        )
+        folder.mkdir(parents=True)
+        self.training = Training(config, fabric, method, self.batches, RunFolder(folder))
+        self.training.method.train()
+        self.stream = self.batches.from_step(0)
+
+    @property
+    def waited(self) -> float:
+        return self.batches.waited
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.training.advance(self.stream)
+
+
+class EncoderOnly:
+    """What the network costs, compiled: queries with gradient, keys without."""
+
+    waited = 0.0
+
+    def __init__(self, config: Config) -> None:
+        encoder = build_encoder(config.model).cuda().to(memory_format=torch.channels_last)
+        self.parameters = list(encoder.parameters())
+        self.momentum_encoder = torch.compile(momentum_copy(encoder))
+        self.encoder = torch.compile(encoder)
+        shape = (config.train.batch, 3, config.views.size, config.views.size)
+        views = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        self.views = views.to(memory_format=torch.channels_last)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            with torch.autocast("cuda", torch.bfloat16):
+                losses = [self.encoder(self.views).sum() for _ in range(2)]
+                with torch.no_grad():
+                    for _ in range(2):
+                        self.momentum_encoder(self.views)
+            torch.stack(losses).sum().backward()
+            for parameter in self.parameters:
+                parameter.grad = None
+
+
+class Pictures(Dataset[tuple[Image.Image, int]]):
+    """Decoded images in memory, as torchvision's CIFAR10 holds them."""
+
+    def __init__(self, images: ImageSet) -> None:
+        batches = Batches(images, batch=1, seed=0, device=torch.device("cpu"))
+        pixels = [batches.images.read(index) for index in range(len(images))]
+        self.pixels = torch.stack(pixels).permute(0, 2, 3, 1).contiguous().numpy()
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        return Image.fromarray(self.pixels[index]), 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("work", choices=["cifar10", "photographs"])
+    parser.add_argument("--data", help="the images of cifar10: an archive or torchvision:CIFAR10")
+    parser.add_argument("--photographs", type=int, default=8192, help="files to write")
+    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, help="of a round")
+    parser.add_argument("--only", nargs="*", help="some of the contenders")
+    parser.add_argument("--stages", action="store_true", help="where the time of a step goes")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        race(options, Path(folder))
+
+
+def race(options: argparse.Namespace, folder: Path) -> None:
+    cifar = options.work == "cifar10"
+    if cifar:
+        source, recipe, rounds_of = options.data, "cifar10", 60
+    else:
+        source, recipe, rounds_of = str(folder / "photographs"), "imagenet", 12
+        Path(source).mkdir()
+        write_photographs(Path(source), options.photographs)
+    overrides = [f"batch={options.batch}", "precision=bf16", "device=cuda", "readers=16"]
+    config = load_config(recipe, [*overrides, "epochs=1000"], {"data.source": source})
+    moco = load_config(
+        recipe, [*overrides, "epochs=1000", "method=mocov2plus"], {"data.source": source}
+    )
+    images = open_images(config.data, "train")
+    assert images is not None
+    pictures: Any = Pictures(images) if cifar else source
+    makers: dict[str, Callable[[], Contender]] = {
+        "xmoco": lambda: Ours(config, images, folder / "xmoco"),
+        "mocov2plus": lambda: Ours(moco, images, folder / "mocov2plus"),
+        "encoder only": lambda: EncoderOnly(config),
+    }
+    with contextlib.suppress(ImportError):
+        from lightly_moco import LightlyMoCo
+
+        makers["lightly"] = lambda: LightlyMoCo(pictures, moco, bf16=True, workers=16, tuned=True)
+        makers["lightly (its defaults)"] = lambda: LightlyMoCo(
+            pictures, moco, bf16=False, workers=8, tuned=False
+        )
+    chosen = options.only or list(makers)
+    steps = options.steps or rounds_of
+    results = run_rounds({name: makers[name] for name in chosen}, steps, options.rounds, config)
+    show(results, config, options, steps)
+    if options.stages:
+        stages = stage_times(Ours(config, images, folder / "stages"))
+        show_stages(stages, config, options)
+
+
+class Outcome:
+    """What the rounds of a contender told."""
+
+    def __init__(self) -> None:
+        self.speeds: list[float] = []
+        self.waiting: list[float] = []
+        self.gib = 0.0
+
+
+def run_rounds(
+    makers: dict[str, Callable[[], Contender]], steps: int, rounds: int, config: Config
+) -> dict[str, Outcome]:
+    """Alternate. Memory is told of each contender's first steps, above what the others hold."""
+    contenders: dict[str, Contender] = {}
+    outcomes = {name: Outcome() for name in makers}
+    for name, make in makers.items():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        contenders[name] = make()
+        contenders[name].steps(WARM_UP)
+        torch.cuda.synchronize()
+        outcomes[name].gib = (torch.cuda.max_memory_allocated() - before) / 2**30
+        print(f"{name} is ready", flush=True)
+    for number in range(rounds):
+        for name, contender in contenders.items():
+            few = max(4, steps // 6) if name.startswith("lightly") else steps
+            contender.steps(3)  # its caches are cold after the others' turns
+            torch.cuda.synchronize()
+            waited, started = contender.waited, time.perf_counter()
+            contender.steps(few)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+            outcomes[name].speeds.append(few * config.train.batch / seconds)
+            outcomes[name].waiting.append((contender.waited - waited) / seconds)
+            print(
+                f"round {number + 1}: {name} {outcomes[name].speeds[-1]:,.0f} images/s", flush=True
+            )
+    return outcomes
+
+
+def show(
+    outcomes: dict[str, Outcome], config: Config, options: argparse.Namespace, steps: int
+) -> None:
+    best = statistics.median(outcomes["lightly"].speeds) if "lightly" in outcomes else None
+    table = Table(
+        title=f"{config.model.backbone}, {config.views.size} px, batch {config.train.batch}"
+    )
+    for heading in ("", "images/s", "× lightly", "GPU memory, GiB", "waiting"):
+        table.add_column(heading, justify="left" if heading == "" else "right")
+    records = []
+    for name, outcome in outcomes.items():
+        speed, waiting = statistics.median(outcome.speeds), statistics.median(outcome.waiting)
+        table.add_row(
+            name,
+            f"{speed:,.0f}",
+            f"{speed / best:.2f}" if best else "",
+            f"{outcome.gib:.1f}",
+            f"{waiting:.1%}",
+        )
+        records.append(
+            record(
+                "images_per_second",
+                speed,
+                "images/s",
+                name,
+                config,
+                options,
+                rounds=[round(value) for value in outcome.speeds],
+                steps=steps,
+                waiting=round(waiting, 4),
+                gpu_memory_gib=round(outcome.gib, 2),
+                times_lightly=round(speed / best, 3) if best else None,
+            )
+        )
+    Console(width=110).print(table)
+    append_records(options.results / "speed.jsonl", records)
+
+
+def record(
+    measure: str,
+    value: float,
+    unit: str,
+    subject: str,
+    config: Config,
+    options: argparse.Namespace,
+    **protocol: Any,
+) -> Record:
+    data = "photographs of 500×375, JPEG" if options.work == "photographs" else "CIFAR-10"
+    return Record(
+        measure,
+        value,
+        unit,
+        subject,
+        f"speed-{options.work}-{config.model.backbone}",
+        {
+            "data": data,
+            "batch": config.train.batch,
+            "size": config.views.size,
+            "bank_length": config.method.bank_length,
+            "precision": "fp32" if "defaults" in subject else "bf16",
+            **protocol,
+        },
+        config.train.seed,
+    )
+
+
+def stage_times(ours: Ours) -> dict[str, float]:
+    """Milliseconds of each stage, one after the other, the GPU waited for in between."""
+    training = ours.training
+    ours.steps(WARM_UP)
+    rounds: list[dict[str, float]] = []
+    for _ in range(10):
+        watch = _Watch()
+        with watch("images"):
+            batch = next(ours.stream)
+        with watch("views"):
+            x_s, x_t = training.views(batch, training.step)
+        rounds.append(watch.times | _parts_of_a_step(training, x_s, x_t))
+    return {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
+
+
+def _parts_of_a_step(training: Training, x_s: Tensor, x_t: Tensor) -> dict[str, float]:
+    watch, method, optimizer = _Watch(), training.method, training.optimizer
+    precision = torch.autocast("cuda", torch.bfloat16)
+    with precision, watch("encoder, forward"):
+        q_s, q_t = method.queries(x_s, x_t)
+    with precision, watch("momentum encoder"):
+        k_s, k_t = method.keys(x_s, x_t)
+    with watch("loss"):
+        loss, _ = method.loss(q_s, q_t, k_s, k_t)
+    with watch("backward"):
+        loss.backward()
+    with watch("optimiser"):
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    with watch("momentum update"):
+        method.after_step()
+    return watch.times
+
+
+class _Watch:
+    def __init__(self) -> None:
+        self.times: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        yield
+        torch.cuda.synchronize()
+        self.times[name] = 1000 * (time.perf_counter() - started)
+
+
+def show_stages(stages: dict[str, float], config: Config, options: argparse.Namespace) -> None:
+    total = sum(stages.values())
+    table = Table(title="stages of a step, each waited for")
+    table.add_column("stage")
+    for heading in ("ms", "share"):
+        table.add_column(heading, justify="right")
+    for name, milliseconds in stages.items():
+        table.add_row(name, f"{milliseconds:.2f}", f"{milliseconds / total:.1%}")
+    Console(width=110).print(table)
+    append_records(
+        options.results / "speed.jsonl",
+        [
+            record("stage_ms", milliseconds, "ms", "xmoco", config, options, stage=name)
+            for name, milliseconds in stages.items()
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

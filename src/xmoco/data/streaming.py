@@ -1,0 +1,220 @@
+"""Reads and decodes images ahead of the consumer, batch after batch.
+
+Many threads read; one more puts the images of a batch together. Where they are decoded depends on
+the device:
+
+- Away from CUDA the reading threads decode; the consumer takes the finished batch to the device.
+- On CUDA the threads only read, and tell plain JPEG files from others by their headers. The GPU
+  decodes the JPEG files of a batch together, on a stream of its own while training goes on; the
+  threads decode the others. The consumer gets a batch that lies ready on the device.
+
+The consumer gets batches in order, whichever thread is first, and the next image in place of an
+unreadable one. At most ``READ_AHEAD`` batches are under way, so memory does not grow with the set.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from xmoco.data.decode import UnreadableImage, decode_rgb
+from xmoco.data.imagesets import ImageSet
+from xmoco.data.jpeg import PlainJpeg, decode_jpegs, nvjpeg_works, plain_jpeg
+from xmoco.data.unreadable import Unreadable
+
+READ_AHEAD = 3
+"""Batches under way: one being put together, one or two being read."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some images of a set."""
+
+    images: Tensor
+    """uint8 (n, 3, H, W) on the device; beyond an image's own size there are zeros."""
+    sizes: Tensor
+    """int64 (n, 2) on the CPU: each image's own height and width."""
+    indices: Tensor
+    """int64 (n,) on the CPU: positions in the set of the images shown."""
+    labels: Tensor | None
+    """On the CPU: the labels of the images shown, which are others than those asked for where
+    unreadable images were replaced. int64 (n,) or, with several per image, bool (n, classes)."""
+
+
+def on_one_canvas(images: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Images (3, height, width) top left in one tensor as large as the largest, and their sizes."""
+    sizes = torch.tensor([image.shape[1:] for image in images])
+    if (sizes == sizes[0]).all():
+        return torch.stack(images), sizes
+    height, width = sizes.amax(0).tolist()
+    canvas = images[0].new_zeros((len(images), 3, height, width))
+    places = [
+        place[:, :high, :wide] for place, (high, wide) in zip(canvas, sizes.tolist(), strict=True)
+    ]
+    torch._foreach_copy_(places, images)
+    return canvas, sizes
+
+
+def streamed(
+    images: ImageSet,
+    positions: Iterator[Tensor],
+    device: torch.device,
+    readers: int,
+    unreadable: Unreadable,
+) -> Generator[Batch]:
+    """The batches at ``positions``; close it to stop its threads."""
+    decoding = _decoding(images, device, unreadable.limit)
+    reader = ThreadPoolExecutor(readers, "xmoco-read")
+    assembler = ThreadPoolExecutor(1, "xmoco-assemble")
+
+    def read(chosen: list[int]) -> list[_Reading]:
+        return [_read_or_next(images, index, unreadable.limit, decoding.read) for index in chosen]
+
+    def assemble(parts: list[Future[list[_Reading]]]) -> _Assembled:
+        return decoding.assemble([reading for part in parts for reading in part.result()])
+
+    def begin(chosen: Tensor) -> Future[_Assembled]:
+        # A few images per task keep all threads busy at little cost in hand-overs.
+        task = max(1, len(chosen) // (4 * readers))
+        parts = [reader.submit(read, part.tolist()) for part in torch.split(chosen, task)]
+        return assembler.submit(assemble, parts)
+
+    try:
+        ahead = deque(begin(chosen) for chosen in islice(positions, READ_AHEAD))
+        while ahead:
+            assembled = ahead.popleft().result()
+            # Noted here, not by the threads, so that order and moment do not depend on timing.
+            for index, why in assembled.failures:
+                unreadable.add(images.where(index), why)
+            assert assembled.batch is not None, "it is missing only past the limit, which raises"
+            ahead.extend(begin(chosen) for chosen in islice(positions, 1))
+            yield decoding.hand_over(assembled.batch)
+    finally:
+        reader.shutdown(wait=False, cancel_futures=True)
+        assembler.shutdown(wait=True, cancel_futures=True)
+        reader.shutdown(wait=True)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """An image, or none after too many failures; its position; what could not be read before it."""
+
+    image: Tensor | PlainJpeg | None
+    index: int
+    failures: list[tuple[int, str]]
+
+
+@dataclass(frozen=True)
+class _Assembled:
+    """A batch, or none if an image is missing; what could not be read for it."""
+
+    batch: Batch | None
+    failures: list[tuple[int, str]]
+
+
+class _ByThreads:
+    """The reading threads decode; the batch is put together in host memory."""
+
+    def __init__(self, images: ImageSet, device: torch.device) -> None:
+        self.images = images
+        self.device = device
+
+    def read(self, index: int) -> Tensor | PlainJpeg:
+        """For the reading threads."""
+        return self.images.read(index)
+
+    def assemble(self, readings: list[_Reading]) -> _Assembled:
+        """For the assembling thread."""
+        failures = [failure for reading in readings for failure in reading.failures]
+        pictures = [r.image for r in readings if isinstance(r.image, Tensor)]
+        if len(pictures) < len(readings):
+            return _Assembled(None, failures)
+        canvas, sizes = on_one_canvas(pictures)
+        indices = torch.tensor([reading.index for reading in readings])
+        labels = None if self.images.labels is None else self.images.labels[indices]
+        return _Assembled(Batch(canvas, sizes, indices, labels), failures)
+
+    def hand_over(self, batch: Batch) -> Batch:
+        """For the consumer."""
+        return replace(batch, images=batch.images.to(self.device))
+
+
+class _ByGpu(_ByThreads):
+    """The GPU decodes plain JPEG files, the reading threads the others; batches are put together
+    on the GPU.
+
+    All that happens on a stream of its own, and the assembling thread waits for it. A batch handed
+    over is therefore complete: the consumer's stream need not wait for another, and a late batch
+    shows as a consumer who waits.
+    """
+
+    def __init__(self, images: ImageSet, device: torch.device, failures_allowed: int) -> None:
+        super().__init__(images, device)
+        self.failures_allowed = failures_allowed
+        self.takes_jpeg = nvjpeg_works(device)
+        # Before the kernels of training, which are many and long, these few must not queue.
+        self.stream = torch.cuda.Stream(device, priority=-1)
+
+    def read(self, index: int) -> Tensor | PlainJpeg:
+        file = self.images.encoded(index)
+        if file is None:
+            return self.images.read(index).pin_memory()
+        jpeg = plain_jpeg(file) if self.takes_jpeg else None
+        return decode_rgb(*file).pin_memory() if jpeg is None else jpeg
+
+    def assemble(self, readings: list[_Reading]) -> _Assembled:
+        with torch.cuda.stream(self.stream):
+            assembled = super().assemble(self._on_device(readings))
+        self.stream.synchronize()
+        return assembled
+
+    def hand_over(self, batch: Batch) -> Batch:
+        # The batch's memory belongs to the other stream, which is to know who else uses it.
+        batch.images.record_stream(torch.cuda.current_stream(self.device))
+        return batch
+
+    def _on_device(self, readings: list[_Reading]) -> list[_Reading]:
+        jpegs = [r.image for r in readings if isinstance(r.image, PlainJpeg)]
+        decoded = iter(decode_jpegs(jpegs, self.device))
+        done = []
+        for reading in readings:
+            if isinstance(reading.image, PlainJpeg):
+                image = next(decoded)
+                if image is None:  # it is damaged, or else Pillow knows better
+                    again = _read_or_next(
+                        self.images, reading.index, self.failures_allowed, self.images.read
+                    )
+                    reading = replace(again, failures=reading.failures + again.failures)
+                else:
+                    reading = replace(reading, image=image)
+            if isinstance(reading.image, Tensor):
+                reading = replace(reading, image=reading.image.to(self.device, non_blocking=True))
+            done.append(reading)
+        return done
+
+
+def _decoding(images: ImageSet, device: torch.device, failures_allowed: int) -> _ByThreads:
+    if device.type == "cuda":
+        return _ByGpu(images, device, failures_allowed)
+    return _ByThreads(images, device)
+
+
+def _read_or_next(
+    images: ImageSet,
+    index: int,
+    failures_allowed: int,
+    read: Callable[[int], Tensor | PlainJpeg],
+) -> _Reading:
+    """The image at ``index`` or, where that is unreadable, the next readable one."""
+    failures: list[tuple[int, str]] = []
+    while len(failures) <= failures_allowed:
+        try:
+            return _Reading(read(index), index, failures)
+        except UnreadableImage as error:
+            failures.append((index, str(error)))
+            index = (index + 1) % len(images)
+    return _Reading(None, index, failures)

@@ -1,0 +1,39 @@
+"""Keeps count of images that cannot be read."""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from xmoco.errors import UserError
+
+
+class Unreadable:
+    """The images that could not be read, in the order they were met; too many of them is an error.
+
+    ``known`` are those of an earlier part of the same run.
+    """
+
+    def __init__(self, images: int, known: Iterable[tuple[str, str]] = ()) -> None:
+        self.images = images
+        self.limit = images // 100
+        self._why = dict(known)
+
+    def add(self, where: str, why: str) -> None:
+        self._why.setdefault(where, why)
+        if len(self) > self.limit:
+            examples = ", ".join(f"{where} ({why})" for where, why in islice(self, 3))
+            more = f" and {len(self) - 3} more" if len(self) > 3 else ""
+            raise UserError(
+                f"{len(self)} of {counted(self.images)} cannot be read, which is more than 1 %: "
+                f"{examples}{more}."
+            )
+
+    def __len__(self) -> int:
+        return len(self._why)
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """Pairs of where and why."""
+        return iter(self._why.items())
+
+
+def counted(images: int) -> str:
+    return "1 image" if images == 1 else f"{images} images"

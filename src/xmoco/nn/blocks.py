@@ -1,0 +1,126 @@
+# mypy: allow-subclassing-any
+"""ResNets and heads whose batch norms take the addition and the ReLU that follow along.
+
+``fuse_norms`` changes a network in place: what it computes, its parameters and their names stay.
+The layers run as one operation on CUDA in training (``nn/fused_norm.py``), as plain torch
+elsewhere.
+"""
+
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
+
+from xmoco.nn.batchnorm import SplitBatchNorm1d, SplitBatchNorm2d, SplitStatistics
+
+TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+
+
+def fusible(x: Tensor, residual: Tensor | None) -> bool:
+    """Whether the fused operation takes these; else plain torch does the same."""
+    return (
+        TRITON_INSTALLED
+        and x.is_cuda
+        and x.dim() in (2, 4)
+        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and (residual is None or (residual.dtype, residual.shape) == (x.dtype, x.shape))
+    )
+
+
+class _Fused(SplitStatistics):
+    """ReLU(batch norm + residual); both are optional, the ReLU an attribute of the layer."""
+
+    relu = False
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if self.training and fusible(x, residual):
+            return self._forward_fused(x, residual)
+        out = super().forward(x)
+        if residual is not None:
+            out = out + residual
+        return F.relu(out) if self.relu else out
+
+    def _forward_fused(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        self._check(x)
+        from xmoco.nn.fused_norm import fused_batch_norm  # here, since Triton is not everywhere
+
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        assert self.momentum is not None
+        return fused_batch_norm(
+            x,
+            residual,
+            self.weight,
+            self.bias,
+            self.running_mean,
+            self.running_var,
+            self.num_batches_tracked,
+            groups=self.groups,
+            views=self.views,
+            relu=self.relu,
+            momentum=self.momentum,
+            eps=self.eps,
+        )
+
+
+class FusedBatchNorm1d(_Fused, SplitBatchNorm1d):
+    pass
+
+
+class FusedBatchNorm2d(_Fused, SplitBatchNorm2d):
+    pass
+
+
+class FusedBasicBlock(BasicBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x if self.downsample is None else self.downsample(x)
+        out = self.bn1(self.conv1(x))
+        result: Tensor = self.bn2(self.conv2(out), identity)
+        return result
+
+
+class FusedBottleneck(Bottleneck):
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x if self.downsample is None else self.downsample(x)
+        out = self.bn1(self.conv1(x))
+        out = self.bn2(self.conv2(out))
+        result: Tensor = self.bn3(self.conv3(out), identity)
+        return result
+
+
+def fuse_norms(network: nn.Module) -> None:
+    """Fuse batch norm with what follows, in place, in torchvision's ResNets and in MLP heads.
+
+    Only norms in split form take part (``split_statistics``; one group is ordinary batch norm).
+    Modules are changed, not replaced: parameters, buffers and their names stay.
+    """
+    for module in network.modules():
+        if type(module) is SplitBatchNorm1d:
+            module.__class__ = FusedBatchNorm1d
+        elif type(module) is SplitBatchNorm2d:
+            module.__class__ = FusedBatchNorm2d
+    for module in network.modules():
+        if isinstance(module, nn.Sequential):
+            for norm, place in zip(module, range(1, len(module)), strict=False):
+                if isinstance(norm, _Fused) and isinstance(module[place], nn.ReLU):
+                    norm.relu = True
+                    module[place] = nn.Identity()  # keeps the others' names
+        elif isinstance(module, ResNet) and _end_in_relu(module.bn1):
+            module.add_module("relu", nn.Identity())
+        elif type(module) is BasicBlock and _end_in_relu(module.bn1, module.bn2):
+            module.__class__ = FusedBasicBlock
+        elif type(module) is Bottleneck and _end_in_relu(module.bn1, module.bn2, module.bn3):
+            module.__class__ = FusedBottleneck
+
+
+def _end_in_relu(*norms: object) -> bool:
+    """Give the norms their ReLU, if they can take it."""
+    fused = [norm for norm in norms if isinstance(norm, _Fused)]
+    if len(fused) < len(norms):
+        return False
+    for norm in fused:
+        norm.relu = True
+    return True

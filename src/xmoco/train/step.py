@@ -1,0 +1,143 @@
+"""One step of the optimiser: forward, backward, update. On one GPU, replayed as a CUDA graph.
+
+The step of a small network is hundreds of short kernels, which the host cannot launch as fast as a
+GPU runs them. So after a few steps it is measured whether the host is the slower of the two; if it
+is, the kernels of a whole step are recorded once and launched together from then on. What is
+computed stays the same.
+"""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from lightning_fabric import Fabric
+from lightning_fabric.wrappers import _FabricModule
+from torch import Tensor
+from torch.optim import Optimizer
+
+from xmoco.methods import Method, Step
+
+WARM_UP = 8
+"""Steps before a decision: by then cuDNN has chosen its algorithms and the optimiser has state."""
+HOST_SHARE = 0.6
+"""Launching must take less than this share of the GPU's time, or the GPU may have to wait."""
+
+
+@dataclass
+class Stepper:
+    """Takes steps, each batch in ``parts`` whose gradients add up."""
+
+    fabric: Fabric
+    model: _FabricModule
+    """The method as seen by the loop (precision, gradients over all processes)."""
+    method: Method
+    optimizer: Optimizer
+    parts: int = 1
+
+    def __call__(self, x_s: Tensor, x_t: Tensor, rate: float, measure: bool = False) -> Step:
+        self.set_rate(rate)
+        return self.take(x_s, x_t, measure)
+
+    def set_rate(self, rate: float | Tensor) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def take(self, x_s: Tensor, x_t: Tensor, measure: bool = False) -> Step:
+        done = []
+        halves = zip(x_s.chunk(self.parts), x_t.chunk(self.parts), strict=True)
+        for part, (part_s, part_t) in enumerate(halves, start=1):
+            last = part == self.parts
+            with self.fabric.no_backward_sync(self.model, enabled=not last):
+                step: Step = self.model(part_s, part_t, measure=measure and last)
+                self.fabric.backward(step.loss / self.parts)
+            done.append(_values_of(step))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.method.after_step()
+        return _mean_of_parts(done)
+
+
+@dataclass
+class GraphedStepper(Stepper):
+    """Replays its steps from a CUDA graph, once that has proved to pay.
+
+    Steps that ``measure`` are taken as ever: what they look at is not in the graph.
+    """
+
+    def __post_init__(self) -> None:
+        self.taken = 0
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.decision = ""
+        """What was found and decided, in words; empty until then."""
+        self.rate = torch.zeros((), device=self.fabric.device)
+
+    def __call__(self, x_s: Tensor, x_t: Tensor, rate: float, measure: bool = False) -> Step:
+        # A number on the device: one on the host would be recorded as it is now.
+        self.rate.fill_(rate)
+        self.set_rate(self.rate)
+        self.taken += 1
+        if self.taken == WARM_UP:
+            return self._decide(x_s, x_t, measure)
+        if self.graph is None or measure:
+            return self.take(x_s, x_t, measure)
+        for place, view in zip(self.views, (x_s, x_t), strict=True):
+            place.copy_(view)
+        self.graph.replay()
+        values = self.values.clone()  # the next replay overwrites them
+        return Step(values[0], dict(zip(self.terms, values[1:], strict=True)), {})
+
+    def _decide(self, x_s: Tensor, x_t: Tensor, measure: bool) -> Step:
+        """Time a step; record the next one if launching takes too long."""
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        started = time.perf_counter()
+        begin.record()
+        step = self.take(x_s, x_t, measure)
+        end.record()
+        launching = 1000 * (time.perf_counter() - started)
+        torch.cuda.synchronize()
+        running = begin.elapsed_time(end)
+        self.decision = f"launching a step takes {launching:.1f} of {running:.1f} ms: "
+        if launching < HOST_SHARE * running:
+            self.decision += "the GPU is never short of work"
+            return step
+        try:
+            self._record(x_s, x_t)
+            self.decision += "steps are replayed as a CUDA graph"
+        except RuntimeError as error:
+            self.graph = None
+            reason = str(error).partition("\n")[0]
+            self.decision += f"a CUDA graph would help, but cannot be recorded ({reason})"
+        return step
+
+    def _record(self, x_s: Tensor, x_t: Tensor) -> None:
+        self.views = x_s.clone(), x_t.clone()
+        self.graph = torch.cuda.CUDAGraph()
+        # Other threads may use the GPU meanwhile, to decode images.
+        with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            step = self.take(*self.views)
+            self.terms = list(step.terms)
+            self.values = torch.stack([step.loss, *step.terms.values()])
+
+
+def build_stepper(
+    fabric: Fabric, model: _FabricModule, method: Method, optimizer: Optimizer, parts: int
+) -> Stepper:
+    """One that may use CUDA graphs, where there is one GPU and nothing to talk to."""
+    alone = fabric.device.type == "cuda" and fabric.world_size == 1
+    kind = GraphedStepper if alone and parts == 1 else Stepper
+    return kind(fabric, model, method, optimizer, parts)
+
+
+def _values_of(step: Step) -> Step:
+    """The step without the way it came about, which would keep its nodes alive."""
+    terms = {name: term.detach() for name, term in step.terms.items()}
+    return Step(step.loss.detach(), terms, step.gauges)
+
+
+def _mean_of_parts(parts: list[Step]) -> Step:
+    if len(parts) == 1:
+        return parts[0]
+    loss = torch.stack([part.loss for part in parts]).mean()
+    terms = {name: torch.stack([p.terms[name] for p in parts]).mean() for name in parts[0].terms}
+    return Step(loss, terms, parts[-1].gauges)
