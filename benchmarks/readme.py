@@ -1,16 +1,14 @@
-"""Write the parts of README.md that no hand should: tables of recipes and results, and its picture.
+"""Write what no hand should: the tables of README.md, docs/measurements.md, and the picture.
 
     python benchmarks/readme.py                       # the tables, from recipes and records
     python benchmarks/readme.py --picture runs/demo   # also docs/demo.png, from a run of the demo
 
-A part stands between ``<!-- name:begin -->`` and ``<!-- name:end -->``; the rest is left alone.
-A test fails when a table no longer agrees with what it is made from.
+A part of README.md stands between ``<!-- name:begin -->`` and ``<!-- name:end -->``; the rest is
+left alone. A test fails when a table no longer agrees with what it is made from.
 """
 
 import argparse
 import io
-import json
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 from torch import Tensor
 
+from tables import ROOT, markdown_table, measurements_page, results_tables, speed_tables
 from xmoco import load_backbone
 from xmoco.data.patterns import patterns
 from xmoco.data.sources import open_images
@@ -33,14 +32,12 @@ from xmoco.report.sheets import WRONG
 from xmoco.settings import load_config, recipe_names
 from xmoco.train.run_folder import RunFolder
 
-ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
+MEASUREMENTS = ROOT / "docs" / "measurements.md"
 PICTURE = ROOT / "docs" / "demo.png"
 RESULTS = ROOT / "benchmarks" / "results"
 NEIGHBOURS = 8
 GAP = 0.06  # around a picture, as a share of its cell
-
-Record = dict[str, Any]
 
 
 def main() -> None:
@@ -48,7 +45,8 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, metavar="RUNS", help="the folder of a demo")
     options = parser.parse_args()
     README.write_text(up_to_date(README.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"wrote the tables of {README}")
+    MEASUREMENTS.write_text(measurements_page(RESULTS), encoding="utf-8")
+    print(f"wrote the tables of {README} and {MEASUREMENTS}")
     if options.picture is not None:
         PICTURE.parent.mkdir(exist_ok=True)
         PICTURE.write_bytes(demo_picture(options.picture))
@@ -57,7 +55,12 @@ def main() -> None:
 
 def up_to_date(readme: str, results: Path = RESULTS) -> str:
     """README.md as it should be: all generated parts made anew."""
-    for name, content in {"recipes": recipes_table(), "results": results_tables(results)}.items():
+    parts = {
+        "recipes": recipes_table(),
+        "results": results_tables(results),
+        "speed": speed_tables(results),
+    }
+    for name, content in parts.items():
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
         before, _, rest = readme.partition(begin)
         _, _, after = rest.partition(end)
@@ -84,94 +87,6 @@ def recipes_table() -> str:
             ]
         )
     return markdown_table(["recipe", "data", "backbone", "epochs", "batch", "K"], "lllrrr", rows)
-
-
-def results_tables(folder: Path) -> str:
-    """A table for every work and measure that has records, with its protocol below."""
-    return "\n\n".join(
-        results_table(file, records)
-        for file in sorted(folder.glob("*.jsonl"))
-        for records in comparable(map(json.loads, file.read_text(encoding="utf-8").splitlines()))
-    )
-
-
-def comparable(records: Iterable[Record]) -> list[list[Record]]:
-    """Groups of records that compare; of measurements that were repeated, the last counts."""
-    groups: dict[tuple[str, str], dict[tuple[Any, ...], Record]] = {}
-    for record in records:
-        protocol = record["protocol"]
-        which = (record["subject"], record["seed"], protocol["epoch"], protocol["k"])
-        groups.setdefault((record["work"], record["measure"]), {})[which] = record
-    return [list(group.values()) for group in groups.values()]
-
-
-def results_table(file: Path, records: Sequence[Record]) -> str:
-    measure = {"knn_top1": "kNN top-1"}[records[0]["measure"]]
-    last_epoch = max(record["protocol"]["epoch"] for record in records)
-    rows = []
-    for record in records:
-        protocol, unit = record["protocol"], record["unit"]
-        # The time is that of the whole run, so it stands beside the last epoch only.
-        finished = protocol["epoch"] == last_epoch
-        rows.append(
-            [
-                NAMES[record["subject"]],
-                str(protocol["epoch"] or ""),
-                f"{record['value']:.1f} {unit}",
-                f"{protocol['run_seconds']:.0f} s" if finished else "",
-            ]
-        )
-    link = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file.name
-    return "\n".join(
-        [
-            f"**{records[0]['work']}**",
-            "",
-            markdown_table(["features of", "epochs", measure, "training time"], "lrrr", rows),
-            "",
-            f"{circumstances(records)} ([records]({link}))",
-        ]
-    )
-
-
-def circumstances(records: Sequence[Record]) -> str:
-    """Data, protocol, seed, machine, versions and commit; several where the records differ."""
-
-    def all_of(describe: Callable[[Record], str | None]) -> str:
-        return " / ".join(dict.fromkeys(filter(None, map(describe, records))))
-
-    facts = [
-        all_of(lambda r: r["protocol"]["data"].removesuffix(" (train)")),
-        all_of(judged),
-        all_of(lambda r: f"k {r['protocol']['k']}, temperature {r['protocol']['temperature']}"),
-        all_of(lambda r: f"images of {r['protocol']['size']} px"),
-        all_of(lambda r: f"seed {r['seed']}"),
-        all_of(lambda r: machine(r["machine"])),
-        all_of(lambda r: f"torch {r['versions']['torch']}"),
-        all_of(lambda r: f"commit {r['commit']}" if r["commit"] else None),
-        all_of(lambda r: r["time"][:10]),
-    ]
-    return "; ".join(filter(None, facts)) + "."
-
-
-def judged(record: Record) -> str:
-    protocol = record["protocol"]
-    if protocol["split"] == "leave one out":
-        return f"each of {protocol['judged_images']:,} images judged by all others"
-    return (
-        f"{protocol['judged_images']:,} {protocol['split']} images judged by "
-        f"{protocol['bank_images']:,} training images"
-    )
-
-
-def machine(facts: dict[str, Any]) -> str:
-    if facts.get("gpus"):
-        return ", ".join(facts["gpus"])
-    return f"{facts['processor']}, {facts['threads']} threads"
-
-
-def markdown_table(headings: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> str:
-    rules = ["---:" if side == "r" else "---" for side in align]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [headings, rules, *rows])
 
 
 def demo_picture(runs: Path) -> bytes:

@@ -2,11 +2,13 @@
 
     python benchmarks/speed.py cifar10 --data cifar10.tar
     python benchmarks/speed.py photographs            # writes JPEG files of 500×375 to train on
+    python benchmarks/speed.py demo                   # on the CPU
 
 The contenders take turns in one process, a few steps each; the median round counts. All train the
-same network on the same images with views of the same settings. ``encoder only`` is the compiled
-network with nothing around it: forward and backward for the queries, forward for the keys. lightly
-takes part if it is installed. ``--stages`` also tells where the time of a step goes.
+same network on the same images with views of the same settings. On a GPU they are lightly, if it is
+installed, and ``encoder only``: the compiled network with nothing around it, forward and backward
+for the queries, forward for the keys. On the CPU they are torchvision's transforms in a DataLoader.
+``--stages`` also tells where the time of a step goes.
 """
 
 import argparse
@@ -27,6 +29,7 @@ from torch.utils.data import Dataset
 
 from decode import write_photographs
 from recipe import RESULTS
+from torchvision_loop import TorchvisionLoop
 from xmoco.config import Config
 from xmoco.data import Batches, ImageSet, open_images
 from xmoco.methods import build_method
@@ -64,7 +67,6 @@ class Ours:
             readers=config.run.readers,
             resident_gib=config.data.resident_gib,
         )
-        folder.mkdir(parents=True)
         self.training = Training(config, fabric, method, self.batches, RunFolder(folder))
         self.training.method.train()
         self.stream = self.batches.from_step(0)
@@ -123,10 +125,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("work", choices=["cifar10", "photographs"])
+    parser.add_argument("work", choices=["cifar10", "photographs", "demo"])
     parser.add_argument("--data", help="the images of cifar10: an archive or torchvision:CIFAR10")
     parser.add_argument("--photographs", type=int, default=8192, help="files to write")
-    parser.add_argument("--batch", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=512, help="on a GPU")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, help="of a round")
     parser.add_argument("--only", nargs="*", help="some of the contenders")
@@ -138,40 +140,71 @@ def main() -> None:
 
 
 def race(options: argparse.Namespace, folder: Path) -> None:
+    if options.work == "demo":
+        config, makers, steps = on_the_cpu(folder)
+    else:
+        config, makers, steps = on_a_gpu(options, folder)
+    chosen = {name: makers[name] for name in options.only or makers}
+    outcomes = run_rounds(chosen, options.steps or steps, options.rounds, config)
+    show(outcomes, config, options)
+    if options.stages:
+        show_stages(stage_times(makers["xmoco"]()), config, options)
+
+
+Makers = dict[str, Callable[[], Contender]]
+
+
+def on_the_cpu(folder: Path) -> tuple[Config, Makers, int]:
+    config = load_config("demo", ["device=cpu", "epochs=1000"])
+    images = open_images(config.data, "train")
+    assert images is not None
+
+    def ours(name: str) -> Ours:
+        return Ours(config, images, new_folder(folder / name))
+
+    makers: Makers = {"xmoco": lambda: ours("xmoco")}
+    for workers in (0, 1, 2):
+        name = f"torchvision, {workers} workers"
+        makers[name] = lambda name=name, workers=workers: TorchvisionLoop(
+            ours(name).training, workers
+        )
+    return config, makers, 20
+
+
+def on_a_gpu(options: argparse.Namespace, folder: Path) -> tuple[Config, Makers, int]:
     cifar = options.work == "cifar10"
     if cifar:
-        source, recipe, rounds_of = options.data, "cifar10", 60
+        source, recipe, steps = options.data, "cifar10", 60
     else:
-        source, recipe, rounds_of = str(folder / "photographs"), "imagenet", 12
+        source, recipe, steps = str(folder / "photographs"), "imagenet", 12
         Path(source).mkdir()
         write_photographs(Path(source), options.photographs)
     overrides = [f"batch={options.batch}", "precision=bf16", "device=cuda", "readers=16"]
-    config = load_config(recipe, [*overrides, "epochs=1000"], {"data.source": source})
-    moco = load_config(
-        recipe, [*overrides, "epochs=1000", "method=mocov2plus"], {"data.source": source}
-    )
+    overrides += ["epochs=1000"]
+    config = load_config(recipe, overrides, {"data.source": source})
+    moco = load_config(recipe, [*overrides, "method=mocov2plus"], {"data.source": source})
     images = open_images(config.data, "train")
     assert images is not None
-    pictures: Any = Pictures(images) if cifar else source
-    makers: dict[str, Callable[[], Contender]] = {
-        "xmoco": lambda: Ours(config, images, folder / "xmoco"),
-        "mocov2plus": lambda: Ours(moco, images, folder / "mocov2plus"),
+    makers: Makers = {
+        "xmoco": lambda: Ours(config, images, new_folder(folder / "xmoco")),
+        "mocov2plus": lambda: Ours(moco, images, new_folder(folder / "mocov2plus")),
         "encoder only": lambda: EncoderOnly(config),
     }
     with contextlib.suppress(ImportError):
         from lightly_moco import LightlyMoCo
 
+        pictures: Any = Pictures(images) if cifar else source
         makers["lightly"] = lambda: LightlyMoCo(pictures, moco, bf16=True, workers=16, tuned=True)
         makers["lightly (its defaults)"] = lambda: LightlyMoCo(
             pictures, moco, bf16=False, workers=8, tuned=False
         )
-    chosen = options.only or list(makers)
-    steps = options.steps or rounds_of
-    results = run_rounds({name: makers[name] for name in chosen}, steps, options.rounds, config)
-    show(results, config, options, steps)
-    if options.stages:
-        stages = stage_times(Ours(config, images, folder / "stages"))
-        show_stages(stages, config, options)
+    return config, makers, steps
+
+
+def new_folder(path: Path) -> Path:
+    """A folder of that name, or of another if it is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=path.name, dir=path.parent))
 
 
 class Outcome:
@@ -183,70 +216,84 @@ class Outcome:
         self.gib = 0.0
 
 
-def run_rounds(
-    makers: dict[str, Callable[[], Contender]], steps: int, rounds: int, config: Config
-) -> dict[str, Outcome]:
+def run_rounds(makers: Makers, steps: int, rounds: int, config: Config) -> dict[str, Outcome]:
     """Alternate. Memory is told of each contender's first steps, above what the others hold."""
     contenders: dict[str, Contender] = {}
     outcomes = {name: Outcome() for name in makers}
     for name, make in makers.items():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = allocated(peak=False)
         contenders[name] = make()
         contenders[name].steps(WARM_UP)
-        torch.cuda.synchronize()
-        outcomes[name].gib = (torch.cuda.max_memory_allocated() - before) / 2**30
+        outcomes[name].gib = (allocated(peak=True) - before) / 2**30
         print(f"{name} is ready", flush=True)
     for number in range(rounds):
         for name, contender in contenders.items():
             few = max(4, steps // 6) if name.startswith("lightly") else steps
             contender.steps(3)  # its caches are cold after the others' turns
-            torch.cuda.synchronize()
+            synchronise()
             waited, started = contender.waited, time.perf_counter()
             contender.steps(few)
-            torch.cuda.synchronize()
+            synchronise()
             seconds = time.perf_counter() - started
-            outcomes[name].speeds.append(few * config.train.batch / seconds)
+            speed = few * config.train.batch / seconds
+            outcomes[name].speeds.append(speed)
             outcomes[name].waiting.append((contender.waited - waited) / seconds)
-            print(
-                f"round {number + 1}: {name} {outcomes[name].speeds[-1]:,.0f} images/s", flush=True
-            )
+            print(f"round {number + 1}: {name} {speed:,.0f} images/s", flush=True)
     return outcomes
 
 
-def show(
-    outcomes: dict[str, Outcome], config: Config, options: argparse.Namespace, steps: int
-) -> None:
-    best = statistics.median(outcomes["lightly"].speeds) if "lightly" in outcomes else None
+def synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def allocated(peak: bool) -> int:
+    """Bytes on the GPU now, or the most there were since last asked for those now."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.synchronize()
+    if peak:
+        return torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def show(outcomes: dict[str, Outcome], config: Config, options: argparse.Namespace) -> None:
+    """The table; ``rival`` is the best speed of another library's contender."""
+    speeds = {name: statistics.median(outcome.speeds) for name, outcome in outcomes.items()}
+    rival = max(
+        (speed for name, speed in speeds.items() if name.startswith(("lightly", "torchvision"))),
+        default=None,
+    )
     table = Table(
         title=f"{config.model.backbone}, {config.views.size} px, batch {config.train.batch}"
     )
-    for heading in ("", "images/s", "× lightly", "GPU memory, GiB", "waiting"):
+    for heading in ("", "images/s", "× best rival", "GPU memory, GiB", "waiting"):
         table.add_column(heading, justify="left" if heading == "" else "right")
     records = []
     for name, outcome in outcomes.items():
-        speed, waiting = statistics.median(outcome.speeds), statistics.median(outcome.waiting)
+        waiting, times = statistics.median(outcome.waiting), None
+        if rival is not None:
+            times = speeds[name] / rival
         table.add_row(
             name,
-            f"{speed:,.0f}",
-            f"{speed / best:.2f}" if best else "",
-            f"{outcome.gib:.1f}",
+            f"{speeds[name]:,.0f}",
+            "" if times is None else f"{times:.2f}",
+            f"{outcome.gib:.1f}" if torch.cuda.is_available() else "",
             f"{waiting:.1%}",
         )
         records.append(
             record(
                 "images_per_second",
-                speed,
+                speeds[name],
                 "images/s",
                 name,
                 config,
                 options,
                 rounds=[round(value) for value in outcome.speeds],
-                steps=steps,
                 waiting=round(waiting, 4),
-                gpu_memory_gib=round(outcome.gib, 2),
-                times_lightly=round(speed / best, 3) if best else None,
+                gpu_memory_gib=round(outcome.gib, 2) or None,
+                times_rival=None if times is None else round(times, 3),
             )
         )
     Console(width=110).print(table)
@@ -262,7 +309,7 @@ def record(
     options: argparse.Namespace,
     **protocol: Any,
 ) -> Record:
-    data = "photographs of 500×375, JPEG" if options.work == "photographs" else "CIFAR-10"
+    data = {"photographs": "photographs of 500×375, JPEG", "cifar10": "CIFAR-10"}
     return Record(
         measure,
         value,
@@ -270,11 +317,11 @@ def record(
         subject,
         f"speed-{options.work}-{config.model.backbone}",
         {
-            "data": data,
+            "data": data.get(options.work, "patterns"),
             "batch": config.train.batch,
             "size": config.views.size,
             "bank_length": config.method.bank_length,
-            "precision": "fp32" if "defaults" in subject else "bf16",
+            "precision": "fp32" if options.work == "demo" or "defaults" in subject else "bf16",
             **protocol,
         },
         config.train.seed,
@@ -298,7 +345,8 @@ def stage_times(ours: Ours) -> dict[str, float]:
 
 def _parts_of_a_step(training: Training, x_s: Tensor, x_t: Tensor) -> dict[str, float]:
     watch, method, optimizer = _Watch(), training.method, training.optimizer
-    precision = torch.autocast("cuda", torch.bfloat16)
+    device = training.fabric.device.type
+    precision = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
     with precision, watch("encoder, forward"):
         q_s, q_t = method.queries(x_s, x_t)
     with precision, watch("momentum encoder"):
@@ -321,10 +369,10 @@ class _Watch:
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        torch.cuda.synchronize()
+        synchronise()
         started = time.perf_counter()
         yield
-        torch.cuda.synchronize()
+        synchronise()
         self.times[name] = 1000 * (time.perf_counter() - started)
 
 

@@ -1,9 +1,12 @@
 """README.md keeps its word: its code runs, its commands exist, its tables are up to date."""
 
-import importlib.util
+import importlib
 import json
+import math
 import re
 import shlex
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -11,16 +14,30 @@ from typing import Any
 import pytest
 import torch
 import typer
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 import xmoco
 from xmoco.cli import app
+from xmoco.data.label_file import read_label_file
+from xmoco.data.torchvision_sets import SPLIT_ARGUMENTS
+from xmoco.data.transfer_sets import HELD_OUT_PERCENT, TRANSFER_SETS
+from xmoco.data.trees import FolderTree
+from xmoco.evaluate.classify import FINETUNE, LINEAR
+from xmoco.evaluate.grid import GRIDS
+from xmoco.evaluate.logistic import STRENGTHS
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
+from xmoco.records import Record, append_records
 from xmoco.settings import load_config
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = {name: (ROOT / name).read_text("utf-8") for name in ("README.md", "CONTRIBUTING.md")}
+DOCUMENTS = {
+    name: (ROOT / name).read_text("utf-8")
+    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/measurements.md")
+}
 
 
 def blocks(language: str, text: str = README) -> list[str]:
@@ -108,8 +125,9 @@ def test_pretraining_from_python_has_real_settings(
         asked.update(load_config(recipe, settings=settings).train)
         return SimpleNamespace(weights=photos, knn={}, report="report.html")
 
-    def evaluate_knn(weights: Path, data: str, *, ks: tuple[int, ...]) -> None:
+    def evaluate_knn(weights: Path, data: str, *, ks: tuple[int, ...], place: xmoco.Place) -> None:
         assert (weights, data, ks) == (photos, "patterns", (20,))
+        assert place == xmoco.Place(device="cpu")
 
     monkeypatch.setattr(xmoco, "pretrain", pretrain, raising=False)
     monkeypatch.setattr(xmoco, "evaluate_knn", evaluate_knn, raising=False)
@@ -119,7 +137,7 @@ def test_pretraining_from_python_has_real_settings(
 
 def test_there_are_commands_of_every_kind() -> None:
     verbs = {line.split()[0] for line in xmoco_commands()}
-    assert verbs == {"--help", "pretrain", "evaluate", "export", "demo", "settings"}
+    assert verbs == {"--help", "pretrain", "evaluate", "export", "demo", "settings", "tables"}
 
 
 @pytest.mark.parametrize("line", xmoco_commands())
@@ -167,27 +185,85 @@ def test_other_commands_exist() -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere(name: str) -> None:
-    targets = re.findall(r"\]\(([^)#]+)\)", DOCUMENTS[name])
-    for target in targets:
-        assert target.startswith("https://") or (ROOT / target).exists(), target
+    text, folder = DOCUMENTS[name], (ROOT / name).parent
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        assert target.startswith("https://") or (folder / target).exists(), target
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    for anchor in re.findall(r"\]\(#([^)]+)\)", text):
+        assert anchor in [heading.lower().replace(" ", "-") for heading in headings]
 
 
 def test_the_picture_is_small() -> None:
     assert (ROOT / "docs" / "demo.png").stat().st_size < 300_000
 
 
+def test_names_of_sets_are_those_there_are() -> None:
+    (sentence,) = re.findall(r"The paper's ten sets are (.*?), or `all`", README)
+    assert re.findall(r"`(\w+)`", sentence) == [name.lower() for name in TRANSFER_SETS]
+    (names,) = re.findall(r"`torchvision:NAME`, for (.*?) \(", README)
+    assert set(re.split(r", | or ", names)) == set(SPLIT_ARGUMENTS)
+
+
+def test_metrics_are_those_of_the_paper() -> None:
+    text = (ROOT / "src" / "xmoco" / "report" / "paper_transfer.yaml").read_text(encoding="utf-8")
+    metrics: dict[str, str] = yaml.safe_load(text)["sets"]
+    (names,) = re.findall(r"mean per class for (.*?), 11-point mAP for VOC2007, top-1", README)
+    named = dict.fromkeys(re.split(r", | and ", names), "mean per class")
+    assert metrics == dict.fromkeys(TRANSFER_SETS, "top-1") | named | {"VOC2007": "11-point mAP"}
+
+
+def test_figures_that_are_settings_are_those_in_force() -> None:
+    paper, small = GRIDS["paper"], GRIDS["small"]
+    for fact in (
+        f"one of {len(STRENGTHS)} strengths",
+        f"`--grid paper` has {len(paper.points)} points of {paper.steps:,} steps each",
+        f"`--grid small` {len(small.points)} of {small.steps:,}",
+        f"{HELD_OUT_PERCENT} % of every class in `train/`",
+        f"({load_config('imagenet').data.resident_gib:g} GiB unless you change it)",
+    ):
+        assert fact in README, fact
+
+
+def test_the_label_file_is_read_as_shown(tmp_path: Path) -> None:
+    (table,) = (block for block in blocks("") if block.startswith("image,labels"))
+    (tmp_path / "labels.csv").write_text(table, encoding="utf-8")
+    assert read_label_file(FolderTree(tmp_path), "") == {
+        "street/0012.jpg": {"car", "person"},
+        "sky.jpg": set(),
+    }
+
+
+def test_files_named_for_contributors_exist() -> None:
+    named = re.findall(r"`(\w+/[\w/]+\.py)`", DOCUMENTS["CONTRIBUTING.md"])
+    assert len(named) > 30
+    for name in named:
+        inside = ROOT if name.startswith("benchmarks/") else ROOT / "src" / "xmoco"
+        assert (inside / name).is_file(), name
+
+
 @pytest.fixture(scope="module")
-def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("readme", ROOT / "benchmarks" / "readme.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def benchmarks() -> Iterator[None]:
+    """Lets the programs in benchmarks/ be imported, as they import each other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "benchmarks"))
+        yield
+
+
+@pytest.fixture(scope="module")
+def generator(benchmarks: None) -> ModuleType:
+    return importlib.import_module("readme")
+
+
+@pytest.fixture(scope="module")
+def tables(benchmarks: None) -> ModuleType:
+    return importlib.import_module("tables")
 
 
 def test_tables_are_up_to_date(generator: ModuleType) -> None:
-    assert generator.up_to_date(README) == README, "run: python benchmarks/readme.py"
+    advice = "run: python benchmarks/readme.py"
+    assert generator.up_to_date(README) == README, advice
+    page = generator.MEASUREMENTS.read_text(encoding="utf-8")
+    assert generator.measurements_page(generator.RESULTS) == page, advice
 
 
 def record(subject: str, value: float, epoch: int, **protocol: Any) -> dict[str, Any]:
@@ -209,7 +285,7 @@ def record(subject: str, value: float, epoch: int, **protocol: Any) -> dict[str,
 
 
 def test_tables_hold_the_last_records_and_their_protocol(
-    generator: ModuleType, tmp_path: Path
+    tables: ModuleType, tmp_path: Path
 ) -> None:
     records = [
         record("raw pixels", 10.04, 0),
@@ -218,8 +294,8 @@ def test_tables_hold_the_last_records_and_their_protocol(
         record("xmoco", 44.44, 2, run_seconds=61.6),  # measured again
     ]
     lines = "".join(json.dumps(line) + "\n" for line in records)
-    (tmp_path / "pets.jsonl").write_text(lines, encoding="utf-8")
-    text = generator.results_tables(tmp_path)
+    (tmp_path / "recipe-pets.jsonl").write_text(lines, encoding="utf-8")
+    text = tables.results_tables(tmp_path)
     assert "| raw pixels |  | 10.0 % |  |\n| XMoCo | 1 | 33.3 % |  |\n" in text
     assert "| XMoCo | 2 | 44.4 % | 62 s |" in text
     assert "11.1" not in text
@@ -232,9 +308,169 @@ def test_tables_hold_the_last_records_and_their_protocol(
         "torch 2.11.0",
         "commit 0123456789ab",
         "2026-01-02",
-        "(pets.jsonl)",
+        "(recipe-pets.jsonl)",
     ):
         assert fact in text, fact
+
+
+def test_of_a_long_training_the_quarters_are_shown(tables: ModuleType, tmp_path: Path) -> None:
+    records = [record("untrained", 1.0, 0)]
+    records += [record("xmoco", epoch / 10, epoch) for epoch in range(7, 205, 7)]
+    records += [record("mocov2plus", 7.7, 50)]  # not finished yet
+    lines = "".join(json.dumps(line) + "\n" for line in records)
+    (tmp_path / "recipe-pets.jsonl").write_text(lines, encoding="utf-8")
+    rows = re.findall(r"^\| ([\w +]+) \| (\d*) \|", tables.results_tables(tmp_path), re.MULTILINE)
+    assert rows == [
+        ("untrained backbone", ""),
+        *(("XMoCo", epoch) for epoch in ("49", "98", "147", "203")),
+        ("MoCo v2+", "50"),
+    ]
+
+
+def protocol_record(
+    measure: str, value: float, subject: str, work: str = "pets-resnet18", **protocol: Any
+) -> Record:
+    """As ``Case.record`` makes them."""
+    epoch = {"xmoco": 200, "supervised": 40, "untrained": 0}[subject]
+    shared = {"data": "archive pets.tar (train)", "backbone": "resnet18", "size": 32}
+    shared |= {"epoch": epoch, "split": "test", "judged_images": 1500}
+    return Record(measure, value, "%", subject, work, shared | protocol, seed=0)
+
+
+def judged(subject: str, value: float) -> list[Record]:
+    """What benchmarks/protocols.py appends for a backbone, in its order."""
+    birds: dict[str, Any] = {"work": "birds-resnet18", "set": "birds", "judged_images": 99}
+    birds |= {"data": "folder birds (train), 80 % kept", "metric": "mean per class"}
+    knn = [protocol_record("knn_top1", value + k / 100, subject, k=k) for k in (10, 20, 100, 200)]
+    frozen = protocol_record("transfer_frozen", value, subject, name="transfer, frozen", **birds)
+    tuned = [
+        protocol_record(
+            f"finetune_top{k}", value + k, subject, **asdict(FINETUNE), label_fraction=fraction
+        )
+        for fraction in (0.01, 0.1, 1.0)
+        for k in (1, 5)
+    ]
+    grid = GRIDS["small"]
+    name = grid.protocol(grid.points[0]).name
+    end_to_end = protocol_record("transfer_end_to_end", value, subject, name=name, **birds)
+    linear = [
+        protocol_record(f"linear_top{k}", value + k, subject, **asdict(LINEAR[preset]))
+        for preset in ("paper", "moco")
+        for k in (1, 5)
+    ]
+    return [*knn, frozen, *tuned, end_to_end, *linear]
+
+
+def test_protocols_are_rows_and_backbones_columns(tables: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "protocols-pets-resnet18.jsonl"
+    append_records(file, judged("untrained", 10))
+    append_records(file, judged("supervised", 50.04)[:4])
+    append_records(file, judged("xmoco", 30))
+    append_records(file, judged("xmoco", 40))  # measured again
+    text = tables.results_tables(tmp_path)
+    heading, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert text.startswith("**pets-resnet18**\n")
+    assert (
+        heading == "| protocol | XMoCo, 200 epochs | supervised, 40 epochs | untrained backbone |"
+    )
+    assert rows == [
+        "| kNN, k 20 | 40.2 % | 50.2 % | 10.2 % |",
+        "| kNN, k 200 | 42.0 % | 52.0 % | 12.0 % |",
+        "| linear (paper) | 41.0 % |  | 11.0 % |",
+        "| linear (MoCo) | 41.0 % |  | 11.0 % |",
+        "| fine-tune, 1 % of the labels | 41.0 % |  | 11.0 % |",
+        "| fine-tune, 10 % of the labels | 41.0 % |  | 11.0 % |",
+        "| fine-tune, 100 % of the labels | 41.0 % |  | 11.0 % |",
+        "| transfer to birds, frozen, mean per class | 40.0 % |  | 10.0 % |",
+        "| transfer to birds, end to end (small grid), mean per class | 40.0 % |  | 10.0 % |",
+    ]
+    assert "archive pets.tar, 1,500 test images / folder birds, 99 test images;" in text
+    assert "images of 32 px" in text
+    assert tables.measurements_page(tmp_path).endswith("There are no such records yet.\n")
+
+
+def test_speeds_stand_beside_lightly_and_above_their_stages(
+    tables: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    speed = importlib.import_module("speed")
+    config = load_config("cifar10")
+    options = SimpleNamespace(work="cifar10", results=tmp_path)
+
+    def race(**speeds_and_gib: tuple[float, float]) -> None:
+        outcomes = {}
+        for name, (images_per_second, gib) in speeds_and_gib.items():
+            outcomes[name] = outcome = speed.Outcome()
+            outcome.speeds, outcome.waiting, outcome.gib = [images_per_second], [0.0123], gib
+        speed.show(outcomes, config, options)
+
+    race(xmoco=(1111, 1.0), lightly=(5000, 4.0), **{"lightly (its defaults)": (2500, 4.25)})
+    race(xmoco=(20000, 3.21), lightly=(5000, 4.0))
+    race(mocov2plus=(22000, 3.0))  # without lightly
+    speed.show_stages({"images": 5.0, "gone": 1.0, "views": 1.0}, config, options)
+    speed.show_stages({"images": 1.0, "views": 3.0}, config, options)
+    text = tables.speed_tables(tmp_path)
+    for line in (
+        "**speed-cifar10-resnet18**",
+        "| XMoCo | bf16 | 20,000 | 4.00 | 3.2 GiB | 1.2 % |",
+        "| lightly, at its best | bf16 | 5,000 | 1.00 | 4.0 GiB | 1.2 % |",
+        "| lightly, its defaults | fp32 | 2,500 | 0.50 | 4.2 GiB | 1.2 % |",
+        "| MoCo v2+ | bf16 | 22,000 |  | 3.0 GiB | 1.2 % |",
+        "**speed-cifar10-resnet18: stages of a step of XMoCo**",
+        "| images | 1.00 | 25.0 % |",
+        "| views | 3.00 | 75.0 % |",
+    ):
+        assert line in text.splitlines(), line
+    assert "CIFAR-10; batch 512; K 4096; images of 32 px;" in text
+    assert "1,111" not in text
+    assert "gone" not in text
+    assert tables.results_tables(tmp_path) == ""
+
+
+def test_the_rest_is_on_a_page_of_its_own(tables: ModuleType, tmp_path: Path) -> None:
+    def loss(value: float, launch: str, **protocol: Any) -> Record:
+        settings = {"batch": 512, "k": [10, 20], "launch": launch, "settings": "x" * 99}
+        return Record("loss_ms", value, "ms", "xmoco", "loss-512", settings | protocol, seed=0)
+
+    append_records(tmp_path / "loss.jsonl", [loss(9, "eager"), loss(2, "graph", off=1e-5)])
+    append_records(tmp_path / "loss.jsonl", [loss(1.23456, "eager", values={"a": 1})])
+    strange = Record("fluffiness", 12345.6, "hairs", "cat", "fur", {}, seed=3)
+    append_records(tmp_path / "speed.jsonl", [strange])
+    text = tables.measurements_page(tmp_path)
+    loss_part, speed_part = text.split("## ")[1:]
+    assert "| loss-512 | xmoco | loss ms | 1.235 ms | launch eager |\n" in loss_part
+    assert "| loss-512 | xmoco | loss ms | 2.000 ms | launch graph |\n" in loss_part
+    assert "9.000" not in loss_part
+    assert "\n\nbatch 512; k 10, 20; seed 0; " in loss_part
+    assert "| fur | cat | fluffiness | 12,346 hairs |\n\nseed 3; " in speed_part
+    assert tables.speed_tables(tmp_path) == ""
+
+
+short_texts = st.text("abc", min_size=1, max_size=2)
+protocols = st.dictionaries(
+    st.sampled_from(["data", "k", "launch", "stage", "epoch"]),
+    st.one_of(short_texts, st.integers(), st.floats(), st.lists(st.integers()), st.none()),
+)
+
+
+@given(st.lists(st.tuples(short_texts, short_texts, short_texts, protocols), min_size=1))
+def test_any_record_has_a_line(
+    tables: ModuleType, measured: list[tuple[str, str, str, dict[str, Any]]]
+) -> None:
+    records = [
+        asdict(Record(measure, 1.0, "s", subject, work, protocol, seed=0))
+        for measure, subject, work, protocol in measured
+    ]
+    table = tables.plain_table(Path("some.jsonl"), records)
+    rows = {line.rpartition(" s |")[0] for line in table.splitlines() if " s |" in line}
+    wanted = {f"| {r['work']} | {r['subject']} | {r['measure']} | 1.000" for r in records}
+    assert rows == wanted
+
+
+@given(st.floats(1e-9, 1e9) | st.floats(-1e9, -1e-9))
+def test_four_digits_are_enough(tables: ModuleType, value: float) -> None:
+    shown = tables.significant(value).replace(",", "")
+    assert math.isclose(float(shown), value, rel_tol=5.1e-4)
+    assert len(re.sub(r"^-?0\.0*|[-.]", "", shown)) in range(4, 11)
 
 
 def test_only_generated_parts_are_rewritten(generator: ModuleType, tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from xmoco.evaluate.case import Listener, Place
     from xmoco.records import Record
 
-STOPPED = "stopped; a run that has begun goes on with --resume."
+STOPPED = (
+    "stopped; a training run that has begun goes on with --resume, a grid with the same command."
+)
 
 app = typer.Typer(
     help="Turn unlabelled images into a strong vision backbone, and measure how strong it is.",

@@ -49,8 +49,9 @@ class DataConfig(Section):
     )
     labels: Literal["auto", "folders", "none"] = Field(
         "auto",
-        description="Whether subfolders are classes: `auto` decides from the layout. "
-        "Training never sees labels; the kNN monitor does.",
+        description="Whether subfolders are classes: `auto` decides from the layout, and takes a "
+        "file labels.csv instead where there is one. Training never sees labels; the kNN monitor "
+        "does.",
     )
     root: Text = Field("data", description="Where torchvision sets are kept.")
     download: bool = Field(False, description="Download a torchvision set that is not there yet.")
@@ -62,7 +63,7 @@ class DataConfig(Section):
     resident_gib: float = Field(
         4.0,
         ge=0,
-        description="Sets of equally sized images up to this many GiB are kept decoded on the "
+        description="A set that takes at most this many GiB when decoded is kept so on the "
         "training device; larger ones are read and decoded while training.",
     )
 

@@ -34,7 +34,7 @@ def resident(
 ) -> ImageSet:
     """A decoded copy of the set on ``device``, or the set itself if that does not fit ``gib``."""
     limit = int(gib * 2**30)
-    if isinstance(images, RaggedImages):
+    if limit == 0 or isinstance(images, RaggedImages):
         return images
     if isinstance(images, ArrayImages):
         if images.pixels.numel() > limit:

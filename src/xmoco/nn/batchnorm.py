@@ -84,7 +84,7 @@ def split_statistics(module: nn.Module, groups: int, views: int = 1) -> nn.Modul
                 child.num_features, groups, views, eps=child.eps, momentum=child.momentum
             )
             split.load_state_dict(child.state_dict())
-            split.train(child.training)
+            split.to(child.weight.device).train(child.training)
             setattr(module, name, split)
         else:
             split_statistics(child, groups, views)

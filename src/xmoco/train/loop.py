@@ -202,6 +202,8 @@ class Training:
         x_s, x_t = self.views(self._next(stream), self.step)
         step = self.stepper(x_s, x_t, self.rate(self.step), measure)
         self.step += 1
+        if self.stepper.news:
+            self.run.log(self.stepper.news.pop())
         return step
 
     def _next(self, stream: Iterator[Batch]) -> Batch:
@@ -245,6 +247,7 @@ class _Pace:
         self.training = training
         self.sums: dict[str, Tensor] = {}
         self.steps = 0
+        self.speed: dict[str, float] = {}
         self.restart()
 
     def restart(self) -> None:
@@ -266,16 +269,25 @@ class _Pace:
         sums = sum_over_processes(torch.stack(list(self.sums.values()))).tolist()
         count = self.steps * training.fabric.world_size
         values = {name: total / count for name, total in zip(self.sums, sums, strict=True)}
-        seconds = time.perf_counter() - self.started
-        waited = training.batches.waited - self.waited
         values["learning_rate"] = training.rate(training.step - 1)
-        values["images_per_second"] = self.timed_steps * training.config.train.batch / seconds
-        values["waiting"] = waited / seconds
+        values |= self._speed()
         values["bank_fill"] = training.method.bank_fill
         values |= {name: float(value) for name, value in gauges.items()}
         self.sums, self.steps = {}, 0
         self.restart()
         return values
+
+    def _speed(self) -> dict[str, float]:
+        """Images per second and the share of time spent waiting; those of the last line where the
+        timing has hardly begun, since the one step that measures would weigh too much in it."""
+        train = self.training.config.train
+        if not self.speed or self.timed_steps >= train.log_every / 2:
+            seconds = time.perf_counter() - self.started
+            self.speed = {
+                "images_per_second": self.timed_steps * train.batch / seconds,
+                "waiting": (self.training.batches.waited - self.waited) / seconds,
+            }
+        return self.speed
 
 
 class _SaveClock:

@@ -7,7 +7,7 @@ computed stays the same.
 """
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from lightning_fabric import Fabric
@@ -19,7 +19,7 @@ from xmoco.methods import Method, Step
 
 WARM_UP = 8
 """Steps before a decision: by then cuDNN has chosen its algorithms and the optimiser has state."""
-HOST_SHARE = 0.6
+HOST_SHARE = 0.8
 """Launching must take less than this share of the GPU's time, or the GPU may have to wait."""
 
 
@@ -33,6 +33,8 @@ class Stepper:
     method: Method
     optimizer: Optimizer
     parts: int = 1
+    news: list[str] = field(default_factory=list)
+    """What should be in the log."""
 
     def __call__(self, x_s: Tensor, x_t: Tensor, rate: float, measure: bool = False) -> Step:
         self.set_rate(rate)
@@ -67,8 +69,6 @@ class GraphedStepper(Stepper):
     def __post_init__(self) -> None:
         self.taken = 0
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.decision = ""
-        """What was found and decided, in words; empty until then."""
         self.rate = torch.zeros((), device=self.fabric.device)
 
     def __call__(self, x_s: Tensor, x_t: Tensor, rate: float, measure: bool = False) -> Step:
@@ -97,17 +97,18 @@ class GraphedStepper(Stepper):
         launching = 1000 * (time.perf_counter() - started)
         torch.cuda.synchronize()
         running = begin.elapsed_time(end)
-        self.decision = f"launching a step takes {launching:.1f} of {running:.1f} ms: "
-        if launching < HOST_SHARE * running:
-            self.decision += "the GPU is never short of work"
-            return step
-        try:
-            self._record(x_s, x_t)
-            self.decision += "steps are replayed as a CUDA graph"
-        except RuntimeError as error:
-            self.graph = None
-            reason = str(error).partition("\n")[0]
-            self.decision += f"a CUDA graph would help, but cannot be recorded ({reason})"
+        decision = "the GPU is never short of work"
+        if launching > HOST_SHARE * running:
+            try:
+                self._record(x_s, x_t)
+                decision = "from now on steps are replayed as a CUDA graph"
+            except RuntimeError as error:
+                self.graph = None
+                reason = str(error).partition("\n")[0]
+                decision = f"a CUDA graph would help, but cannot be recorded ({reason})"
+        self.news.append(
+            f"launching a step takes {launching:.1f} ms, running it {running:.1f} ms: {decision}"
+        )
         return step
 
     def _record(self, x_s: Tensor, x_t: Tensor) -> None:

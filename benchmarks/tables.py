@@ -1,0 +1,414 @@
+"""Records as tables in Markdown, for README.md and docs/measurements.md.
+
+Three kinds of files in benchmarks/results have their own kind of table in the README: what recipes
+learn, what every protocol says of some backbones, how fast training is. All other records are lines
+of docs/measurements.md, whatever they measure. Below a table stands how its figures came about;
+where records differ in that, all is told. Of measurements that were repeated, the last counts.
+"""
+
+import json
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from xmoco.demo import NAMES
+
+ROOT = Path(__file__).resolve().parent.parent
+
+Record = dict[str, Any]
+Fact = Callable[[Record], str | None]
+"""Something to tell of a record, if it is known."""
+
+IN_README = {
+    "demo.jsonl": {"knn_top1"},
+    "recipe-*.jsonl": {"knn_top1"},
+    "protocols-*.jsonl": {
+        "knn_top1",
+        *("linear_top1", "linear_top5", "finetune_top1", "finetune_top5"),
+        *("transfer_frozen", "transfer_end_to_end"),
+    },
+    "speed.jsonl": {"images_per_second", "stage_ms"},
+}
+"""Files that the README has tables of, and the measures that these know."""
+
+SUBJECTS = NAMES | {
+    "encoder only": "the encoder alone, compiled",
+    "lightly": "lightly, at its best",
+    "lightly (its defaults)": "lightly, its defaults",
+}
+SHOWN_LAST = ("supervised", "untrained")
+"""Backbones that are no rivals."""
+NEIGHBOURS = (20, 200)
+"""Of the numbers of neighbours that may vote, the README shows these."""
+QUARTERS = range(1, 5)
+"""Of a training: what it had reached when each was over is shown in the README."""
+
+RACE = (
+    "The contenders train the same network on the same images and take turns in one process; the "
+    "median round counts. The encoder alone, with nothing around it, is a bound: no images, views, "
+    "loss or optimiser. `waiting` is the share of time without images."
+)
+
+SETTINGS = (
+    *("data", "size", "epoch", "k", "name", "label_fraction", "set"),
+    *("device", "precision", "launch", "stage"),
+)
+"""Of a protocol: records that differ in one of these measure different things."""
+LONGEST_FACT = 80
+
+
+def results_tables(folder: Path) -> str:
+    """How good backbones are, for the README."""
+    learning = [
+        learning_table(file, same_work)
+        for pattern in ("demo.jsonl", "recipe-*.jsonl")
+        for file, records in shown_in_readme(folder, pattern)
+        for same_work in grouped(records, by_work)
+    ]
+    protocols = [
+        protocols_table(file, records)
+        for file, records in shown_in_readme(folder, "protocols-*.jsonl")
+    ]
+    return "\n\n".join(learning + protocols)
+
+
+def speed_tables(folder: Path) -> str:
+    """How fast training is and where its time goes, for the README."""
+    tables = []
+    for file, records in shown_in_readme(folder, "speed.jsonl"):
+        tables.append(RACE)
+        for same_work in grouped(records, by_work):
+            speeds = [r for r in same_work if r["measure"] == "images_per_second"]
+            stages = [r for r in same_work if r["measure"] == "stage_ms"]
+            if speeds:
+                tables.append(race_table(file, speeds))
+            tables += [stages_table(file, of_one) for of_one in grouped(stages, by_subject)]
+    return "\n\n".join(tables)
+
+
+def measurements_page(folder: Path) -> str:
+    """docs/measurements.md: all records that the README does not show."""
+    tables = [
+        plain_table(file, records)
+        for file in sorted(folder.glob("*.jsonl"))
+        if (records := [r for r in read(file) if r["measure"] not in known_measures(file)])
+    ]
+    parts = [
+        "# Measurements",
+        "What the programs in `benchmarks/` measured, beside the tables of the README. "
+        "`benchmarks/readme.py` writes this page from their records.",
+        *(tables or ["There are no such records yet."]),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def read(file: Path) -> list[Record]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
+
+
+def known_measures(file: Path) -> set[str]:
+    return next((known for pattern, known in IN_README.items() if file.match(pattern)), set())
+
+
+def shown_in_readme(folder: Path, pattern: str) -> Iterator[tuple[Path, list[Record]]]:
+    for file in sorted(folder.glob(pattern)):
+        if records := [r for r in read(file) if r["measure"] in known_measures(file)]:
+            yield file, records
+
+
+def by_work(record: Record) -> str:
+    return str(record["work"])
+
+
+def by_subject(record: Record) -> str:
+    return str(record["subject"])
+
+
+def grouped(records: Iterable[Record], key: Callable[[Record], Hashable]) -> list[list[Record]]:
+    groups: dict[Hashable, list[Record]] = {}
+    for record in records:
+        groups.setdefault(key(record), []).append(record)
+    return list(groups.values())
+
+
+def last_of_each(records: Iterable[Record], key: Callable[[Record], Hashable]) -> list[Record]:
+    """The records that count, in the order in which they were measured first."""
+    return list({key(record): record for record in records}.values())
+
+
+def learning_table(file: Path, records: Sequence[Record]) -> str:
+    """kNN accuracy as training goes on, and the time of the whole run."""
+    records = last_of_each(
+        records, lambda r: (by_subject(r), r["seed"], epoch(r), r["protocol"]["k"])
+    )
+    last = max(map(epoch, records))
+    rows = []
+    for record in at_quarters(records, last):
+        seconds = record["protocol"].get("run_seconds")
+        # The time is that of the whole run, so it stands beside the last epoch only.
+        finished = seconds is not None and epoch(record) == last
+        rows.append(
+            [
+                name_of(record),
+                str(epoch(record) or ""),
+                percentage(record),
+                f"{seconds:,.0f} s" if finished else "",
+            ]
+        )
+    return section(
+        f"**{by_work(records[0])}**",
+        markdown_table(["features of", "epochs", "kNN top-1", "training time"], "lrrr", rows),
+        circumstances(records, data, judged_by_neighbours, votes, image_size),
+        file,
+    )
+
+
+def at_quarters(records: Sequence[Record], last: int) -> list[Record]:
+    """What every subject had reached when each quarter of ``last`` epochs was over."""
+    chosen: list[Record] = []
+    for of_one in grouped(records, by_subject):
+        reached = [[epoch(r) for r in of_one if epoch(r) <= last * q / 4] for q in QUARTERS]
+        wanted = {max(epochs) for epochs in reached if epochs}
+        chosen += [record for record in of_one if epoch(record) in wanted]
+    return chosen
+
+
+def protocols_table(file: Path, records: Sequence[Record]) -> str:
+    """A row for every protocol, a column for every backbone."""
+    cells = {
+        (protocol, backbone_name(record)): record
+        for record in records
+        if (protocol := protocol_name(record))
+    }
+    shown = sorted(cells.values(), key=place_of_protocol)
+    columns = dict.fromkeys(map(backbone_name, sorted(shown, key=place_of_backbone)))
+    rows = []
+    for protocol in dict.fromkeys(map(protocol_name, shown)):
+        measured = [cells.get((protocol, column)) for column in columns]
+        rows.append([protocol, *("" if r is None else percentage(r) for r in measured)])
+    return section(
+        f"**{file.stem.removeprefix('protocols-')}**",
+        markdown_table(["protocol", *columns], "l" + "r" * len(columns), rows),
+        circumstances(shown, judged_on, image_size),
+        file,
+    )
+
+
+def protocol_name(record: Record) -> str:
+    """As it stands in the table; nothing if it does not."""
+    protocol = record["protocol"]
+    match record["measure"]:
+        case "knn_top1" if protocol["k"] in NEIGHBOURS:
+            return f"kNN, k {protocol['k']}"
+        case "linear_top1":
+            return str(protocol["name"])
+        case "finetune_top1":
+            return f"{protocol['name']}, {100 * protocol['label_fraction']:g} % of the labels"
+        case "transfer_frozen" | "transfer_end_to_end":
+            how = protocol["name"].removeprefix("transfer, ")
+            metric = "" if protocol["metric"] == "top-1" else f", {protocol['metric']}"
+            return f"transfer to {protocol['set']}, {how}{metric}"
+    return ""
+
+
+def place_of_protocol(record: Record) -> int:
+    kind = record["measure"].partition("_")[0]
+    return ("knn", "linear", "finetune", "transfer").index(kind)
+
+
+def backbone_name(record: Record) -> str:
+    return f"{name_of(record)}, {epoch(record)} epochs" if epoch(record) else name_of(record)
+
+
+def place_of_backbone(record: Record) -> int:
+    subject = by_subject(record)
+    return 1 + SHOWN_LAST.index(subject) if subject in SHOWN_LAST else 0
+
+
+def race_table(file: Path, records: Sequence[Record]) -> str:
+    """Contenders beside each other."""
+    records = last_of_each(records, by_subject)
+    rows = []
+    for record in records:
+        told = record["protocol"].get
+        ratio, gib, waiting = told("times_rival"), told("gpu_memory_gib"), told("waiting")
+        rows.append(
+            [
+                name_of(record),
+                told("precision", ""),
+                f"{record['value']:,.0f}",
+                "" if ratio is None else f"{ratio:.2f}",
+                "" if gib is None else f"{gib:.1f} GiB",
+                "" if waiting is None else f"{100 * waiting:.1f} %",
+            ]
+        )
+    headings = ["", "precision", "images/s", "× best rival", "GPU memory", "waiting"]
+    return section(
+        f"**{by_work(records[0])}**",
+        markdown_table(headings, "llrrrr", rows),
+        circumstances(records, *SPEED_FACTS),
+        file,
+    )
+
+
+def stages_table(file: Path, records: Sequence[Record]) -> str:
+    """Where the time of a step goes, when that was measured last."""
+    stages: dict[str, Record] = {}
+    for record in records:
+        stage = record["protocol"]["stage"]
+        if stage in stages:  # it was measured again, and so were the others
+            stages = {}
+        stages[stage] = record
+    total = sum(record["value"] for record in stages.values())
+    rows = [
+        [stage, f"{record['value']:.2f}", f"{100 * record['value'] / total:.1f} %"]
+        for stage, record in stages.items()
+    ]
+    shown = list(stages.values())
+    return section(
+        f"**{by_work(shown[0])}: stages of a step of {name_of(shown[0])}**",
+        markdown_table(["stage", "ms", "share"], "lrr", rows),
+        f"Each stage alone; in training they overlap. {circumstances(shown, *SPEED_FACTS)}",
+        file,
+    )
+
+
+def plain_table(file: Path, records: Sequence[Record]) -> str:
+    """Records of any kind, line by line."""
+
+    def settings(record: Record, keys: Iterable[str]) -> list[str]:
+        protocol = record["protocol"]
+        return [protocol_fact(key, protocol[key]) for key in keys if key in protocol]
+
+    def measurement(record: Record) -> Hashable:
+        settled = settings(record, SETTINGS)
+        return by_work(record), by_subject(record), record["measure"], record["seed"], *settled
+
+    records = last_of_each(records, measurement)
+    differing = [key for key in SETTINGS if len({str(settings(r, [key])) for r in records}) > 1]
+    headings, align = ["work", "subject", "measure", "value"], "lllr"
+    rows = [
+        [
+            by_work(record),
+            by_subject(record),
+            record["measure"].replace("_", " "),
+            f"{significant(record['value'])} {record['unit']}",
+        ]
+        for record in records
+    ]
+    if differing:
+        headings, align = [*headings, "settings"], align + "l"
+        for row, record in zip(rows, records, strict=True):
+            row.append(", ".join(settings(record, differing)))
+    return section(
+        f"## {file.stem}",
+        markdown_table(headings, align, rows),
+        circumstances(records, lambda _: shared_facts(records)),
+        file,
+        up="../",
+    )
+
+
+def shared_facts(records: Sequence[Record]) -> str:
+    """What the protocols of all records agree in, as far as it is short."""
+    first, *others = (record["protocol"] for record in records)
+    shared = [key for key in first if all(other.get(key) == first[key] for other in others)]
+    facts = [protocol_fact(key, first[key]) for key in shared if not isinstance(first[key], dict)]
+    return "; ".join(fact for fact in facts if len(fact) <= LONGEST_FACT)
+
+
+def protocol_fact(key: str, value: object) -> str:
+    if isinstance(value, list):
+        value = ", ".join(map(str, value))
+    elif isinstance(value, int):
+        value = f"{value:,}"
+    elif isinstance(value, float):
+        value = f"{value:.4g}"
+    return f"{key.replace('_', ' ')} {value}"
+
+
+def significant(value: float) -> str:
+    """Four digits, or more where there are more before the point."""
+    if value == 0 or not math.isfinite(value):
+        return str(value)
+    return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
+
+
+def percentage(record: Record) -> str:
+    return f"{record['value']:.1f} {record['unit']}"
+
+
+def name_of(record: Record) -> str:
+    return SUBJECTS.get(by_subject(record), by_subject(record))
+
+
+def epoch(record: Record) -> int:
+    """Epochs of training without labels, or with them, that the backbone has seen."""
+    return int(record["protocol"]["epoch"])
+
+
+def circumstances(records: Sequence[Record], *facts: Fact) -> str:
+    """The facts, and then seed, machine, versions, commit and date; several where they differ."""
+    general: tuple[Fact, ...] = (
+        lambda r: f"seed {r['seed']}",
+        lambda r: machine(r["machine"]),
+        lambda r: f"torch {r['versions']['torch']}",
+        lambda r: f"commit {r['commit']}" if r["commit"] else None,
+        lambda r: r["time"][:10],
+    )
+    told = (" / ".join(dict.fromkeys(filter(None, map(f, records)))) for f in (*facts, *general))
+    return "; ".join(filter(None, told)) + "."
+
+
+def setting(key: str, words: str) -> Fact:
+    """A setting of the protocol in words, where it has it."""
+    return lambda record: (
+        words.format(record["protocol"][key]) if key in record["protocol"] else None
+    )
+
+
+image_size = setting("size", "images of {} px")
+batch_size = setting("batch", "batch {}")
+bank_length = setting("bank_length", "K {}")
+
+
+def data(record: Record) -> str:
+    """Without what tells the split: ``archive pets.tar (train), 80 % kept`` is of pets.tar."""
+    return str(record["protocol"].get("data", "")).partition(" (train)")[0]
+
+
+SPEED_FACTS = (data, batch_size, bank_length, image_size)
+
+
+def judged_by_neighbours(record: Record) -> str:
+    protocol = record["protocol"]
+    if protocol["split"] == "leave one out":
+        return f"each of {protocol['judged_images']:,} images judged by all others"
+    return (
+        f"{protocol['judged_images']:,} {protocol['split']} images judged by "
+        f"{protocol['bank_images']:,} training images"
+    )
+
+
+def judged_on(record: Record) -> str:
+    return f"{data(record)}, {record['protocol']['judged_images']:,} test images"
+
+
+def votes(record: Record) -> str:
+    return f"k {record['protocol']['k']}, temperature {record['protocol']['temperature']}"
+
+
+def machine(facts: dict[str, Any]) -> str:
+    return ", ".join([*facts.get("gpus", []), facts["processor"], f"{facts['threads']} threads"])
+
+
+def section(heading: str, table: str, below: str, file: Path, up: str = "") -> str:
+    """``up`` leads from the page to the root of the repository."""
+    link = f"{up}{file.relative_to(ROOT)}" if file.is_relative_to(ROOT) else file.name
+    return f"{heading}\n\n{table}\n\n{below} ([records]({link}))"
+
+
+def markdown_table(headings: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> str:
+    rules = ["---:" if side == "r" else "---" for side in align]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [headings, rules, *rows])

@@ -1,0 +1,79 @@
+"""The same method driven the usual way, to be raced by ``speed.py``.
+
+torchvision's transforms make the views, image by image, in the worker processes of a DataLoader.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
+
+from xmoco.config import ViewsConfig
+from xmoco.data import ArrayImages
+from xmoco.train.loop import Training
+
+
+def transform(views: ViewsConfig) -> v2.Compose:
+    """The views of a recipe that has no blur."""
+    jitter = v2.ColorJitter(views.brightness, views.contrast, views.saturation, views.hue)
+    return v2.Compose(
+        [
+            v2.RandomResizedCrop(views.size, views.crop_scale, views.crop_ratio, antialias=True),
+            v2.RandomHorizontalFlip(views.flip),
+            v2.RandomApply([jitter], views.jitter),
+            v2.RandomGrayscale(views.grey),
+            v2.RandomInvert(views.invert),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(views.mean, views.std),
+        ]
+    )
+
+
+class TwoViews(Dataset[tuple[Tensor, Tensor]]):
+    def __init__(self, images: ArrayImages, views: ViewsConfig) -> None:
+        self.pixels, self.transform = images.pixels, transform(views)
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image = self.pixels[index]
+        return self.transform(image), self.transform(image)
+
+
+class TorchvisionLoop:
+    """Takes the steps of ``training``, with views from a DataLoader instead of its own."""
+
+    def __init__(self, training: Training, workers: int) -> None:
+        config, images = training.config, training.batches.images
+        assert isinstance(images, ArrayImages)
+        self.training = training
+        self.loader = DataLoader(
+            TwoViews(images, config.views),
+            batch_size=config.train.batch,
+            shuffle=True,
+            drop_last=True,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+        )
+        self.stream = self._endless()
+        self.waited = 0.0
+
+    def _endless(self) -> Iterator[Any]:
+        while True:
+            yield from self.loader
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            started = time.perf_counter()
+            x_s, x_t = next(self.stream)
+            self.waited += time.perf_counter() - started
+            channels_last = (
+                view.contiguous(memory_format=torch.channels_last) for view in (x_s, x_t)
+            )
+            self.training.stepper(*channels_last, self.training.rate(self.training.step))
+            self.training.step += 1

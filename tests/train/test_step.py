@@ -1,0 +1,121 @@
+"""Steps of the optimiser: taken one by one, and replayed as a CUDA graph."""
+
+import pytest
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor
+from torch.testing import assert_close
+
+from xmoco.config import ModelConfig, XMoCoConfig
+from xmoco.methods import Step, build_method
+from xmoco.train.step import WARM_UP, GraphedStepper, Stepper, build_stepper
+
+MODEL = ModelConfig(
+    backbone="tiny",
+    stem="cifar",
+    head_layers=2,
+    head_hidden=32,
+    feature_size=16,
+    batch_norm="split",
+    batch_norm_groups=4,
+)
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+def built(kind: type[Stepper], device: str, precision: str = "32-true", parts: int = 1) -> Stepper:
+    fabric = Fabric(accelerator=device, devices=1, precision=precision)
+    torch.manual_seed(0)
+    method = build_method(MODEL, XMoCoConfig(bank_length=48, key_momentum=0.9))
+    method.train().to(memory_format=torch.channels_last)
+    learned = [p for p in method.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(learned, 0.1, momentum=0.9, fused=device == "cuda")
+    model, optimizer = fabric.setup(method, optimizer)
+    return kind(fabric, model, method, optimizer, parts)
+
+
+def views(step: int, device: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x_s, x_t = torch.randn(2, 16, 3, 8, 8, generator=generator).to(device)
+    return x_s, x_t
+
+
+def course(stepper: Stepper, device: str, steps: int, measured: int = -1) -> list[Step]:
+    """Steps whose rate changes, one of them measured."""
+    return [
+        stepper(*views(step, device), rate=0.1 / (1 + step), measure=step == measured)
+        for step in range(steps)
+    ]
+
+
+def test_what_a_step_tells_keeps_nothing_alive() -> None:
+    """Autograd's nodes would hold memory, and a graph could not be recorded beside them."""
+    step = built(Stepper, "cpu")(*views(0, "cpu"), rate=0.1)
+    assert not any(value.requires_grad for value in (step.loss, *step.terms.values()))
+    assert_close(step.loss, torch.stack(list(step.terms.values())).sum())
+
+
+def test_the_rate_is_that_of_the_step() -> None:
+    stepper = built(Stepper, "cpu")
+    before = stepper.method.encoder.backbone.conv1.weight.clone()
+    stepper(*views(0, "cpu"), rate=0.0)
+    assert torch.equal(stepper.method.encoder.backbone.conv1.weight, before)
+    stepper(*views(1, "cpu"), rate=0.1)
+    assert not torch.equal(stepper.method.encoder.backbone.conv1.weight, before)
+
+
+def test_graphs_are_for_one_gpu() -> None:
+    given = built(Stepper, "cpu")
+    chosen = build_stepper(given.fabric, given.model, given.method, given.optimizer, parts=1)
+    assert type(chosen) is Stepper
+
+
+@needs_cuda
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_graph_takes_the_same_course(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses, weights, banks and momentum, over steps before, at and after the recording."""
+    monkeypatch.setattr("xmoco.train.step.HOST_SHARE", 0.0)  # always record
+    plain, graphed = (built(kind, "cuda", precision) for kind in (Stepper, GraphedStepper))
+    steps = 2 * WARM_UP + 4
+    expected = course(plain, "cuda", steps, measured=WARM_UP + 3)
+    found = course(graphed, "cuda", steps, measured=WARM_UP + 3)
+    assert isinstance(graphed, GraphedStepper)
+    assert graphed.graph is not None
+    assert "replayed as a CUDA graph" in graphed.news[0]
+    tolerance = (
+        {"rtol": 1e-3, "atol": 1e-3} if precision == "32-true" else {"rtol": 0.02, "atol": 0.05}
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours.loss, theirs.loss, **tolerance)
+        assert ours.terms.keys() == theirs.terms.keys()
+        assert_close(torch.stack(list(ours.terms.values())).sum(), ours.loss)
+        assert bool(ours.gauges) == bool(theirs.gauges)
+    assert plain.method.loss.banks.fill == graphed.method.loss.banks.fill == 1
+    assert torch.equal(plain.method.loss.banks.entered, graphed.method.loss.banks.entered)
+    for name, value in plain.method.state_dict().items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            assert_close(graphed.method.state_dict()[name], value, **tolerance)
+
+
+@needs_cuda
+def test_a_slow_gpu_needs_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xmoco.train.step.HOST_SHARE", 1e9)
+    stepper = built(GraphedStepper, "cuda")
+    course(stepper, "cuda", WARM_UP + 2)
+    assert stepper.graph is None
+    assert "never short of work" in stepper.news[0]
+
+
+@needs_cuda
+def test_a_graph_that_cannot_be_recorded_is_said_and_done_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("xmoco.train.step.HOST_SHARE", 0.0)
+    stepper = built(GraphedStepper, "cuda")
+
+    def refuse(*_: Tensor) -> None:
+        raise RuntimeError("no recording today\nfor reasons")
+
+    monkeypatch.setattr(stepper, "_record", refuse)
+    course(stepper, "cuda", WARM_UP + 2)
+    assert stepper.graph is None
+    assert stepper.news[0].endswith("cannot be recorded (no recording today)")
