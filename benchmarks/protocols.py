@@ -26,7 +26,7 @@ from xmoco.nn.weights import read_card, save_backbone
 from xmoco.records import Record, append_records
 
 RESULTS = Path(__file__).resolve().parent / "results"
-SUPERVISED_EPOCHS = 40
+SUPERVISED_EPOCHS = 100
 
 
 class Log(Listener):

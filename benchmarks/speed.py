@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from decode import write_photographs
@@ -45,7 +46,17 @@ WARM_UP = 12
 
 
 class Contender(Protocol):
-    waited: float
+    config: Config
+
+    @property
+    def waited(self) -> float:
+        """Seconds without images, so far."""
+
+    @property
+    def steps_of_a_round(self) -> int: ...
+
+    def turn(self) -> contextlib.AbstractContextManager[None]:
+        """Around its steps, which may need warming up, and worker processes."""
 
     def steps(self, count: int) -> None: ...
 
@@ -56,7 +67,7 @@ class Ours:
     def __init__(self, config: Config, images: ImageSet, folder: Path) -> None:
         fabric = build_fabric(config.run)
         model = resolve_batch_norm(config.model, fabric, config.train.batch)
-        config = config.model_copy(update={"model": model})
+        self.config = config.model_copy(update={"model": model})
         torch.manual_seed(config.train.seed)
         method = build_method(model, config.method)
         self.batches = Batches(
@@ -67,7 +78,7 @@ class Ours:
             readers=config.run.readers,
             resident_gib=config.data.resident_gib,
         )
-        self.training = Training(config, fabric, method, self.batches, RunFolder(folder))
+        self.training = Training(self.config, fabric, method, self.batches, RunFolder(folder))
         self.training.method.train()
         self.stream = self.batches.from_step(0)
 
@@ -75,17 +86,48 @@ class Ours:
     def waited(self) -> float:
         return self.batches.waited
 
+    @property
+    def steps_of_a_round(self) -> int:
+        return 60 if self.config.views.size < 64 and torch.cuda.is_available() else 20
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        self.steps(3)  # its caches are cold after the others' turns
+        yield
+
     def steps(self, count: int) -> None:
         for _ in range(count):
             self.training.advance(self.stream)
+
+    def measure(self) -> None:
+        """A step that measures, as at every line of the log."""
+        self.training.advance(self.stream, measure=True)
+
+
+class NoLoss(nn.Module):
+    """As little as can be between features and gradients."""
+
+    def forward(self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor) -> Any:
+        terms = {"source": -(q_s * k_t).mean(), "target": -(q_t * k_s).mean()}
+        return terms["source"] + terms["target"], terms
+
+
+class WithoutLoss(Ours):
+    """All that a run does but the loss: what the loss takes is what the others take more."""
+
+    def __init__(self, config: Config, images: ImageSet, folder: Path) -> None:
+        super().__init__(config, images, folder)
+        self.training.method.loss = NoLoss().cuda()
 
 
 class EncoderOnly:
     """What the network costs, compiled: queries with gradient, keys without."""
 
     waited = 0.0
+    steps_of_a_round = 20
 
     def __init__(self, config: Config) -> None:
+        self.config = config
         encoder = build_encoder(config.model).cuda().to(memory_format=torch.channels_last)
         self.parameters = list(encoder.parameters())
         self.momentum_encoder = torch.compile(momentum_copy(encoder))
@@ -93,6 +135,10 @@ class EncoderOnly:
         shape = (config.train.batch, 3, config.views.size, config.views.size)
         views = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
         self.views = views.to(memory_format=torch.channels_last)
+
+    def turn(self) -> contextlib.AbstractContextManager[None]:
+        self.steps(3)
+        return contextlib.nullcontext()
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -130,7 +176,6 @@ def main() -> None:
     parser.add_argument("--photographs", type=int, default=8192, help="files to write")
     parser.add_argument("--batch", type=int, default=512, help="on a GPU")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="of a round")
     parser.add_argument("--only", nargs="*", help="some of the contenders")
     parser.add_argument("--stages", action="store_true", help="where the time of a step goes")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -141,20 +186,23 @@ def main() -> None:
 
 def race(options: argparse.Namespace, folder: Path) -> None:
     if options.work == "demo":
-        config, makers, steps = on_the_cpu(folder)
+        config, makers = on_the_cpu(folder)
     else:
-        config, makers, steps = on_a_gpu(options, folder)
+        config, makers = on_a_gpu(options, folder)
+    # For all contenders, whoever comes first: batches keep their size.
+    torch.backends.cudnn.benchmark = True
     chosen = {name: makers[name] for name in options.only or makers}
-    outcomes = run_rounds(chosen, options.steps or steps, options.rounds, config)
-    show(outcomes, config, options)
+    show(run_rounds(chosen, options.rounds), options)
     if options.stages:
-        show_stages(stage_times(makers["xmoco"]()), config, options)
+        ours = makers["xmoco"]()
+        assert isinstance(ours, Ours)
+        show_stages(stage_times(ours), config, options)
 
 
 Makers = dict[str, Callable[[], Contender]]
 
 
-def on_the_cpu(folder: Path) -> tuple[Config, Makers, int]:
+def on_the_cpu(folder: Path) -> tuple[Config, Makers]:
     config = load_config("demo", ["device=cpu", "epochs=1000"])
     images = open_images(config.data, "train")
     assert images is not None
@@ -168,15 +216,15 @@ def on_the_cpu(folder: Path) -> tuple[Config, Makers, int]:
         makers[name] = lambda name=name, workers=workers: TorchvisionLoop(
             ours(name).training, workers
         )
-    return config, makers, 20
+    return config, makers
 
 
-def on_a_gpu(options: argparse.Namespace, folder: Path) -> tuple[Config, Makers, int]:
+def on_a_gpu(options: argparse.Namespace, folder: Path) -> tuple[Config, Makers]:
     cifar = options.work == "cifar10"
     if cifar:
-        source, recipe, steps = options.data, "cifar10", 60
+        source, recipe = options.data, "cifar10"
     else:
-        source, recipe, steps = str(folder / "photographs"), "imagenet", 12
+        source, recipe = str(folder / "photographs"), "imagenet"
         Path(source).mkdir()
         write_photographs(Path(source), options.photographs)
     overrides = [f"batch={options.batch}", "precision=bf16", "device=cuda", "readers=16"]
@@ -185,20 +233,24 @@ def on_a_gpu(options: argparse.Namespace, folder: Path) -> tuple[Config, Makers,
     moco = load_config(recipe, [*overrides, "method=mocov2plus"], {"data.source": source})
     images = open_images(config.data, "train")
     assert images is not None
+    long = load_config(recipe, [*overrides, "bank_length=65536"], {"data.source": source})
     makers: Makers = {
         "xmoco": lambda: Ours(config, images, new_folder(folder / "xmoco")),
+        "xmoco, K 65,536": lambda: Ours(long, images, new_folder(folder / "long")),
         "mocov2plus": lambda: Ours(moco, images, new_folder(folder / "mocov2plus")),
+        "without a loss": lambda: WithoutLoss(config, images, new_folder(folder / "without")),
         "encoder only": lambda: EncoderOnly(config),
     }
-    with contextlib.suppress(ImportError):
+    try:
         from lightly_moco import LightlyMoCo
-
-        pictures: Any = Pictures(images) if cifar else source
-        makers["lightly"] = lambda: LightlyMoCo(pictures, moco, bf16=True, workers=16, tuned=True)
-        makers["lightly (its defaults)"] = lambda: LightlyMoCo(
-            pictures, moco, bf16=False, workers=8, tuned=False
-        )
-    return config, makers, steps
+    except ImportError:
+        print("lightly is not installed and takes no part", flush=True)
+        return config, makers
+    pictures: Any = Pictures(images) if cifar else source
+    makers["lightly"] = lambda: LightlyMoCo(pictures, moco, tuned=True)
+    makers["lightly, compiled"] = lambda: LightlyMoCo(pictures, moco, tuned=True, compiled=True)
+    makers["lightly (its defaults)"] = lambda: LightlyMoCo(pictures, moco)
+    return config, makers
 
 
 def new_folder(path: Path) -> Path:
@@ -207,37 +259,51 @@ def new_folder(path: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix=path.name, dir=path.parent))
 
 
+@dataclass
 class Outcome:
     """What the rounds of a contender told."""
 
-    def __init__(self) -> None:
-        self.speeds: list[float] = []
-        self.waiting: list[float] = []
-        self.gib = 0.0
+    config: Config
+    steps: int
+    speeds: list[float] = field(default_factory=list)
+    waiting: list[float] = field(default_factory=list)
+    gib: float = 0.0
 
 
-def run_rounds(makers: Makers, steps: int, rounds: int, config: Config) -> dict[str, Outcome]:
-    """Alternate. Memory is told of each contender's first steps, above what the others hold."""
+def run_rounds(makers: Makers, rounds: int) -> dict[str, Outcome]:
+    """Alternate. Memory is what the GPU has less after a contender's first steps than before it."""
     contenders: dict[str, Contender] = {}
-    outcomes = {name: Outcome() for name in makers}
+    outcomes: dict[str, Outcome] = {}
     for name, make in makers.items():
-        before = allocated(peak=False)
-        contenders[name] = make()
-        contenders[name].steps(WARM_UP)
-        outcomes[name].gib = (allocated(peak=True) - before) / 2**30
+        free = free_memory()
+        contender = None
+        try:
+            contender = make()
+            with contender.turn():
+                contender.steps(WARM_UP)
+            if isinstance(contender, Ours):
+                contender.measure()
+        except torch.OutOfMemoryError:
+            print(f"{name} does not fit", flush=True)
+            continue
+        synchronise()
+        contenders[name] = contender
+        outcomes[name] = Outcome(contender.config, contender.steps_of_a_round)
+        outcomes[name].gib = (free - free_memory(now=True)) / 2**30
         print(f"{name} is ready", flush=True)
     for number in range(rounds):
         for name, contender in contenders.items():
-            few = max(4, steps // 6) if name.startswith("lightly") else steps
-            contender.steps(3)  # its caches are cold after the others' turns
-            synchronise()
-            waited, started = contender.waited, time.perf_counter()
-            contender.steps(few)
-            synchronise()
-            seconds = time.perf_counter() - started
-            speed = few * config.train.batch / seconds
-            outcomes[name].speeds.append(speed)
-            outcomes[name].waiting.append((contender.waited - waited) / seconds)
+            outcome = outcomes[name]
+            with contender.turn():
+                synchronise()
+                waited, started = contender.waited, time.perf_counter()
+                contender.steps(outcome.steps)
+                synchronise()
+                seconds = time.perf_counter() - started
+                waited = contender.waited - waited
+            speed = outcome.steps * outcome.config.train.batch / seconds
+            outcome.speeds.append(speed)
+            outcome.waiting.append(waited / seconds)
             print(f"round {number + 1}: {name} {speed:,.0f} images/s", flush=True)
     return outcomes
 
@@ -247,39 +313,35 @@ def synchronise() -> None:
         torch.cuda.synchronize()
 
 
-def allocated(peak: bool) -> int:
-    """Bytes on the GPU now, or the most there were since last asked for those now."""
+def free_memory(now: bool = False) -> int:
+    """Bytes free on the GPU; as they are ``now``, or once PyTorch has given back what it can."""
     if not torch.cuda.is_available():
         return 0
-    torch.cuda.synchronize()
-    if peak:
-        return torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
+    if not now:
+        synchronise()
+        torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
 
 
-def show(outcomes: dict[str, Outcome], config: Config, options: argparse.Namespace) -> None:
-    """The table; ``rival`` is the best speed of another library's contender."""
+def show(outcomes: dict[str, Outcome], options: argparse.Namespace) -> None:
+    """The table, beside the best of another library's contenders."""
     speeds = {name: statistics.median(outcome.speeds) for name, outcome in outcomes.items()}
     rival = max(
         (speed for name, speed in speeds.items() if name.startswith(("lightly", "torchvision"))),
         default=None,
     )
-    table = Table(
-        title=f"{config.model.backbone}, {config.views.size} px, batch {config.train.batch}"
-    )
+    table = Table(title=f"images per second: {options.work}")
     for heading in ("", "images/s", "× best rival", "GPU memory, GiB", "waiting"):
         table.add_column(heading, justify="left" if heading == "" else "right")
     records = []
     for name, outcome in outcomes.items():
-        waiting, times = statistics.median(outcome.waiting), None
-        if rival is not None:
-            times = speeds[name] / rival
+        waiting = statistics.median(outcome.waiting)
+        times = None if rival is None else speeds[name] / rival
         table.add_row(
             name,
             f"{speeds[name]:,.0f}",
             "" if times is None else f"{times:.2f}",
-            f"{outcome.gib:.1f}" if torch.cuda.is_available() else "",
+            f"{outcome.gib:.1f}" if outcome.gib else "",
             f"{waiting:.1%}",
         )
         records.append(
@@ -288,9 +350,10 @@ def show(outcomes: dict[str, Outcome], config: Config, options: argparse.Namespa
                 speeds[name],
                 "images/s",
                 name,
-                config,
+                outcome.config,
                 options,
                 rounds=[round(value) for value in outcome.speeds],
+                steps=outcome.steps,
                 waiting=round(waiting, 4),
                 gpu_memory_gib=round(outcome.gib, 2) or None,
                 times_rival=None if times is None else round(times, 3),

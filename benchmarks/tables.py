@@ -35,6 +35,7 @@ IN_README = {
 SUBJECTS = NAMES | {
     "encoder only": "the encoder alone, compiled",
     "lightly": "lightly, at its best",
+    "lightly, compiled": "lightly, at its best and compiled",
     "lightly (its defaults)": "lightly, its defaults",
 }
 SHOWN_LAST = ("supervised", "untrained")

@@ -5,6 +5,7 @@ torchvision's transforms make the views, image by image, in the worker processes
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,17 +52,29 @@ class TorchvisionLoop:
     def __init__(self, training: Training, workers: int) -> None:
         config, images = training.config, training.batches.images
         assert isinstance(images, ArrayImages)
-        self.training = training
+        self.config, self.training = config, training
         self.loader = DataLoader(
             TwoViews(images, config.views),
             batch_size=config.train.batch,
             shuffle=True,
             drop_last=True,
             num_workers=workers,
-            persistent_workers=workers > 0,
         )
-        self.stream = self._endless()
+        self.workers = workers
         self.waited = 0.0
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Workers run only in this contender's turn, and have no batches ready when it begins to
+        count."""
+        self.stream = self._endless()
+        self.steps(max(3, 2 * self.workers))
+        yield
+        del self.stream
+
+    @property
+    def steps_of_a_round(self) -> int:
+        return 20
 
     def _endless(self) -> Iterator[Any]:
         while True:

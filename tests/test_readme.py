@@ -399,9 +399,9 @@ def test_speeds_stand_beside_lightly_and_above_their_stages(
     def race(**speeds_and_gib: tuple[float, float]) -> None:
         outcomes = {}
         for name, (images_per_second, gib) in speeds_and_gib.items():
-            outcomes[name] = outcome = speed.Outcome()
+            outcomes[name] = outcome = speed.Outcome(config, steps=60)
             outcome.speeds, outcome.waiting, outcome.gib = [images_per_second], [0.0123], gib
-        speed.show(outcomes, config, options)
+        speed.show(outcomes, options)
 
     race(xmoco=(1111, 1.0), lightly=(5000, 4.0), **{"lightly (its defaults)": (2500, 4.25)})
     race(xmoco=(20000, 3.21), lightly=(5000, 4.0))

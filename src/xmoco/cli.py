@@ -262,7 +262,7 @@ def transfer(
     data: Annotated[
         list[str],
         typer.Argument(
-            metavar="SET...",
+            metavar="SET",
             help="Of the paper's sets: `aircraft`, `caltech101`, `cars`, `cifar10`, `cifar100`, "
             "`dtd`, `flowers`, `pets`, `sun397`, `voc2007`, or `all` ten; or labelled images of "
             "your own (a folder or archive with train/, test/ and perhaps val/).",

@@ -21,7 +21,7 @@ from listed import (
 from PIL import Image
 
 from xmoco.config import DataConfig
-from xmoco.data.batches import _Waiting, at_positions, epoch_order, in_order, resident
+from xmoco.data.batches import Waiting, at_positions, epoch_order, in_order, resident
 from xmoco.data.imagesets import ImageSet
 from xmoco.data.sources import open_images
 from xmoco.errors import UserError
@@ -168,7 +168,7 @@ def test_waiting_on_cuda_is_read_from_events_that_have_passed(
     monkeypatch.setattr(torch.cuda, "Event", Clock)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "the consumer's")
     monkeypatch.setattr(Clock, "times", [0.0, 2.0, 5.0, 5.5, 7.0, 8.0])
-    waiting = _Waiting(torch.device("cuda"))
+    waiting = Waiting(torch.device("cuda"))
     for _ in range(3):
         with waiting.measured():
             pass

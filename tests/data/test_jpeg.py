@@ -19,7 +19,7 @@ from PIL import Image
 
 from xmoco.data import jpeg as jpeg_module
 from xmoco.data.decode import EncodedImage, UnreadableImage, decode_rgb
-from xmoco.data.jpeg import LARGEST, decode_jpegs, plain_jpeg
+from xmoco.data.jpeg import LARGEST, MOST_SHRINKING, decode_jpegs, plain_jpeg
 
 CUDA = torch.device("cuda")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -111,6 +111,12 @@ def adobe(transform: int) -> bytes:
 )  # fmt: skip
 def test_everything_else_is_not(data: bytes) -> None:
     assert plain_jpeg(EncodedImage(data, None)) is None
+
+
+def test_what_is_to_be_shrunk_very_much_is_left_to_the_host() -> None:
+    data = encoded(photograph(400, 330))
+    assert plain_jpeg(EncodedImage(data, 330 // MOST_SHRINKING + 1)) is not None
+    assert plain_jpeg(EncodedImage(data, 330 // MOST_SHRINKING)) is None
 
 
 def test_what_the_gpu_could_misread_is_what_was_meant() -> None:

@@ -89,6 +89,18 @@ def test_huge_logits_do_not_overflow(size: float, sign: int) -> None:
     assert_close(found.sum(dim=1), torch.full((8,), 1 / 8))
 
 
+@pytest.mark.parametrize("iterations", [20, 21, 300])
+def test_sharp_kernels_in_float32_follow_float64(iterations: int) -> None:
+    """Entries far too small for float32 may come to matter after many rounds."""
+    kernel = random_kernel(24, 40, seed=1, scale=40.0)
+    samples = torch.zeros(24, 1, dtype=torch.float64)
+    for _ in range(iterations):
+        peers = -(kernel + samples).logsumexp(dim=0)
+        samples = -(kernel + peers).logsumexp(dim=1, keepdim=True)
+    expected = (kernel + peers).softmax(dim=1) / 24
+    assert_close(plan(kernel.float(), iterations).double(), expected, rtol=0, atol=2e-6)
+
+
 def test_peers_that_are_alike_get_alike_scalings() -> None:
     scaling = peer_scaling(torch.zeros(3, 4), 3)
     assert_close(scaling, scaling[:1].expand(4))

@@ -106,16 +106,42 @@ def test_a_slow_gpu_needs_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_cuda
+def test_a_graph_waits_for_a_step_that_does_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xmoco.train.step.HOST_SHARE", 0.0)
+    stepper = built(GraphedStepper, "cuda")
+    course(stepper, "cuda", WARM_UP, measured=WARM_UP - 1)
+    assert stepper.graph is None
+    stepper(*views(WARM_UP, "cuda"), rate=0.1)
+    assert stepper.graph is not None
+
+
+@needs_cuda
+def test_a_graph_needs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xmoco.train.step.HOST_SHARE", 0.0)
+    monkeypatch.setattr("xmoco.train.step._free_memory", lambda: 1000)
+    stepper = built(GraphedStepper, "cuda")
+    course(stepper, "cuda", WARM_UP + 2)
+    assert stepper.graph is None
+    assert "too little memory" in stepper.news[0]
+
+
+@needs_cuda
 def test_a_graph_that_cannot_be_recorded_is_said_and_done_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Refused at its very end, when gradients are in memory that nothing will ever fill."""
     monkeypatch.setattr("xmoco.train.step.HOST_SHARE", 0.0)
-    stepper = built(GraphedStepper, "cuda")
+    plain, refused = built(Stepper, "cuda"), built(GraphedStepper, "cuda")
+    step = refused.optimizer.step
 
-    def refuse(*_: Tensor) -> None:
-        raise RuntimeError("no recording today\nfor reasons")
+    def refuse(*arguments: object, **options: object) -> object:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("no recording today\nfor reasons")
+        return step(*arguments, **options)
 
-    monkeypatch.setattr(stepper, "_record", refuse)
-    course(stepper, "cuda", WARM_UP + 2)
-    assert stepper.graph is None
-    assert stepper.news[0].endswith("cannot be recorded (no recording today)")
+    monkeypatch.setattr(refused.optimizer, "step", refuse)
+    expected, found = (course(stepper, "cuda", WARM_UP + 4) for stepper in (plain, refused))
+    assert refused.graph is None
+    assert refused.news[0].endswith("cannot be recorded yet (no recording today)")
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours.loss, theirs.loss, rtol=1e-3, atol=1e-3)

@@ -148,6 +148,23 @@ def test_saving_and_restoring(recipe: Path) -> None:
     assert all(torch.equal(value, restored[name]) for name, value in trained.items())
 
 
+def test_an_optimiser_of_another_device_is_restored_without_its_settings(recipe: Path) -> None:
+    """On a GPU it is fused, and its rate a number on the device."""
+    training = new_training(recipe)
+    training.train(Spectator())
+    for group in training.optimizer.param_groups:
+        group |= {"fused": True, "lr": torch.tensor(0.5)}
+    training.save()
+    fresh = new_training(recipe)
+    before = [group | {"params": None} for group in fresh.optimizer.param_groups]
+    assert fresh.restore()
+    assert [group | {"params": None} for group in fresh.optimizer.param_groups] == before
+    (ours, *_), (theirs, *_) = (
+        [s["momentum_buffer"] for s in t.optimizer.state.values()] for t in (fresh, training)
+    )
+    assert torch.equal(ours, theirs)
+
+
 def test_restoring_another_model(recipe: Path) -> None:
     new_training(recipe).save()
     with pytest.raises(UserError, match="belongs to other settings"):

@@ -84,7 +84,7 @@ class Batches:
             )
         self.steps_per_epoch = len(images) // batch
         self.unreadable = Unreadable(len(images), known_unreadable)
-        self._waiting = _Waiting(device)
+        self._waiting = Waiting(device)
         self.images = resident(
             images,
             device,
@@ -114,7 +114,7 @@ class Batches:
 
     @property
     def waited(self) -> float:
-        """Seconds that the consumer has waited for images so far, as ``_Waiting`` counts them."""
+        """Seconds that the consumer has waited for images so far, as ``Waiting`` counts them."""
         return self._waiting.seconds()
 
     def _positions(self, step: int) -> Iterator[Tensor]:
@@ -163,7 +163,7 @@ def _batches(
     return streamed(images, positions, device, readers, unreadable)
 
 
-class _Waiting:
+class Waiting:
     """Adds up how long images were waited for.
 
     On CUDA the device's time counts: the host runs ahead, and may wait for the next batch while the

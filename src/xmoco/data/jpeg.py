@@ -30,6 +30,9 @@ AT_ONCE = 2**29
 MB each, and memory must not depend on the size of a batch."""
 LARGEST = 2**27
 """Images of more bytes are left to the host, which can decode them at a fraction of their size."""
+MOST_SHRINKING = 32
+"""Images to be shrunk by more are left to the host too: PyTorch's resizing runs out of shared
+memory for filters as wide as that."""
 
 _BASELINE, _SCAN, _APP1, _APP14 = 0xC0, 0xDA, 0xE1, 0xEE
 _TABLES = {0xC4, 0xDB}
@@ -64,6 +67,9 @@ def plain_jpeg(image: EncodedImage) -> PlainJpeg | None:
     except IndexError:  # the file ends in its header
         header = None
     if header is None or not 0 < 3 * header.height * header.width <= LARGEST:
+        return None
+    shorter = min(header.height, header.width)
+    if image.short_side is not None and shorter > MOST_SHRINKING * image.short_side:
         return None
     # Pixels end with a mark that they cannot contain. Most files end there too, and need no search;
     # others have attachments.

@@ -191,14 +191,15 @@ def class_scores(
     """
     backbone.eval()
     scores, labels = [], []
-    for batch in in_order(images, TEST_BATCH, device, readers=readers):
-        pixels = central(batch.images, batch.sizes, views.size, views, border=border)
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            features = backbone(pixels)
-        scores.append(head(features.float()))
-        if batch.labels is None:
-            raise UserError(f"{images.name} has no labels to judge by.")
-        labels.append(batch.labels)
+    with closing(in_order(images, TEST_BATCH, device, readers=readers)) as batches:
+        for batch in batches:
+            pixels = central(batch.images, batch.sizes, views.size, views, border=border)
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+                features = backbone(pixels)
+            scores.append(head(features.float()))
+            if batch.labels is None:
+                raise UserError(f"{images.name} has no labels to judge by.")
+            labels.append(batch.labels)
     return torch.cat(scores), torch.cat(labels).to(device)
 
 

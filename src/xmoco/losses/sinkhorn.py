@@ -13,6 +13,8 @@ from torch import Tensor
 
 from xmoco.distributed import logsumexp_over_rows
 
+FEW_ROUNDS = 20
+
 
 @torch.no_grad()
 def peer_scaling(
@@ -27,9 +29,15 @@ def peer_scaling(
 
     The first round is taken in log space, since powers of probabilities underflow. It leaves a plan
     whose every row has an entry of at least 1/K and whose every column one of at least 1/(M·K), as
-    does each later round: those can scale the plan itself, without exponentials.
+    does each later round: those can scale the plan itself, without exponentials. Only over very
+    many rounds may entries matter again that had underflowed: those stay in log space.
     """
     peers = -over_rows(log_kernel)
+    if iterations > FEW_ROUNDS:
+        for _ in range(iterations - 1):
+            samples = -(log_kernel + peers).logsumexp(dim=1, keepdim=True)
+            peers = -over_rows(log_kernel + samples)
+        return peers
     plan = (log_kernel + peers).softmax(dim=1)
     for _ in range(iterations - 1):
         correction = -over_rows(plan.sum(dim=0, keepdim=True).log())

@@ -36,6 +36,6 @@ class XMoCo(MomentumMethod):
         return self.contrast(q_s, q_t, k_s, k_t, measure)
 
     def after_step(self) -> None:
-        # 7. After the SGD step on f: g ← m·g + (1−m)·f. (The keys entered the banks with the loss,
-        #    which had taken its copy of them: the order makes no difference to the next step.)
+        # 7. After the SGD step on f: g ← m·g + (1−m)·f. (The keys have entered the banks with the
+        #    loss, which knew its gradient by then: the order makes no difference to the next step.)
         super().after_step()

@@ -1,7 +1,7 @@
 """The training loop: plain, and ignorant of any particular method.
 
 Order of samples, views and learning rate are functions of the step, and everything else a step
-depends on is in the checkpoint; so a resumed run equals an uninterrupted one bit for bit.
+depends on is in the checkpoint; so a resumed run equals an uninterrupted one, on a CPU bit for bit.
 """
 
 import math
@@ -101,7 +101,10 @@ class Training:
             )
         try:
             self.method.load_state_dict(state["method"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            # Of the optimiser its memory only: its settings are those of this device and these
+            # settings, and the rate is a function of the step.
+            settings = self.optimizer.state_dict()["param_groups"]
+            self.optimizer.load_state_dict(state["optimizer"] | {"param_groups": settings})
             self.step, self.seconds = int(state["step"]), float(state["seconds"])
         except (RuntimeError, LookupError, ValueError, TypeError, AttributeError):
             raise UserError(

@@ -6,6 +6,7 @@ is, the kernels of a whole step are recorded once and launched together from the
 computed stays the same.
 """
 
+import sys
 import time
 from dataclasses import dataclass, field
 
@@ -21,6 +22,8 @@ WARM_UP = 8
 """Steps before a decision: by then cuDNN has chosen its algorithms and the optimiser has state."""
 HOST_SHARE = 0.8
 """Launching must take less than this share of the GPU's time, or the GPU may have to wait."""
+MEMORY_TIMES = 2.5
+"""Of what a step needs: a graph keeps its own, and a step that measures needs as much again."""
 
 
 @dataclass
@@ -68,6 +71,7 @@ class GraphedStepper(Stepper):
 
     def __post_init__(self) -> None:
         self.taken = 0
+        self.decide_after = WARM_UP
         self.graph: torch.cuda.CUDAGraph | None = None
         self.rate = torch.zeros((), device=self.fabric.device)
 
@@ -76,40 +80,61 @@ class GraphedStepper(Stepper):
         self.rate.fill_(rate)
         self.set_rate(self.rate)
         self.taken += 1
-        if self.taken == WARM_UP:
-            return self._decide(x_s, x_t, measure)
-        if self.graph is None or measure:
+        if measure:
             return self.take(x_s, x_t, measure)
+        if self.graph is not None:
+            return self._replay(x_s, x_t)
+        if self.taken >= self.decide_after:
+            return self._decide(x_s, x_t)
+        return self.take(x_s, x_t)
+
+    def _replay(self, x_s: Tensor, x_t: Tensor) -> Step:
         for place, view in zip(self.views, (x_s, x_t), strict=True):
             place.copy_(view)
+        assert self.graph is not None
         self.graph.replay()
         values = self.values.clone()  # the next replay overwrites them
         return Step(values[0], dict(zip(self.terms, values[1:], strict=True)), {})
 
-    def _decide(self, x_s: Tensor, x_t: Tensor, measure: bool) -> Step:
-        """Time a step; record the next one if launching takes too long."""
+    def _decide(self, x_s: Tensor, x_t: Tensor) -> Step:
+        """Time a step; record one for later if launching takes too long."""
+        self.decide_after = sys.maxsize
         torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         started = time.perf_counter()
         begin.record()
-        step = self.take(x_s, x_t, measure)
+        step = self.take(x_s, x_t)
         end.record()
         launching = 1000 * (time.perf_counter() - started)
         torch.cuda.synchronize()
         running = begin.elapsed_time(end)
-        decision = "the GPU is never short of work"
-        if launching > HOST_SHARE * running:
-            try:
-                self._record(x_s, x_t)
-                decision = "from now on steps are replayed as a CUDA graph"
-            except RuntimeError as error:
-                self.graph = None
-                reason = str(error).partition("\n")[0]
-                decision = f"a CUDA graph would help, but cannot be recorded ({reason})"
+        needed = torch.cuda.max_memory_allocated() - held
+        if launching < HOST_SHARE * running:
+            decision = "the GPU is never short of work"
+        elif _free_memory() < MEMORY_TIMES * needed:
+            decision = "a CUDA graph would help, but there is too little memory for one"
+        else:
+            decision = self._try_to_record(x_s, x_t)
         self.news.append(
             f"launching a step takes {launching:.1f} ms, running it {running:.1f} ms: {decision}"
         )
         return step
+
+    def _try_to_record(self, x_s: Tensor, x_t: Tensor) -> str:
+        try:
+            with torch.cuda.stream(torch.cuda.current_stream()):  # to which a failure returns
+                self._record(x_s, x_t)
+        except RuntimeError as error:
+            self.graph = None
+            # Gradients may have been begun, in memory that is none any more.
+            self.optimizer.zero_grad(set_to_none=True)
+            # While the label history fills, some kinds of it ask the device for how much there is.
+            self.decide_after = 8 * self.taken
+            reason = str(error).partition("\n")[0]
+            return f"a CUDA graph would help, but cannot be recorded yet ({reason})"
+        return "from now on steps are replayed as a CUDA graph"
 
     def _record(self, x_s: Tensor, x_t: Tensor) -> None:
         self.views = x_s.clone(), x_t.clone()
@@ -119,6 +144,12 @@ class GraphedStepper(Stepper):
             step = self.take(*self.views)
             self.terms = list(step.terms)
             self.values = torch.stack([step.loss, *step.terms.values()])
+
+
+def _free_memory() -> int:
+    """Bytes on the GPU that are free, or held by PyTorch for later use."""
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def build_stepper(
