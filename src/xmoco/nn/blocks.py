@@ -39,8 +39,8 @@ class _Fused(SplitStatistics):
             return self._forward_fused(x, residual)
         out = super().forward(x)
         if residual is not None:
-            out = out + residual
-        return F.relu(out) if self.relu else out
+            out += residual
+        return F.relu_(out) if self.relu else out
 
     def _forward_fused(self, x: Tensor, residual: Tensor | None) -> Tensor:
         self._check(x)
