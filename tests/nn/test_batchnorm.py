@@ -15,6 +15,7 @@ from xmoco.nn.batchnorm import (
     SplitBatchNorm2d,
     keys_in_split_groups,
     split_statistics,
+    stack_views,
 )
 
 Norm = nn.BatchNorm1d | nn.BatchNorm2d
@@ -113,8 +114,10 @@ def test_groups_must_be_equal_and_of_two_values(
     shape: tuple[int, ...], groups: int, views: int
 ) -> None:
     kind = SplitBatchNorm1d if len(shape) == 2 else SplitBatchNorm2d
+    norm = kind(3, groups)
+    norm.views = views
     with pytest.raises(ValueError, match=rf"{views} × {groups} equal groups .* \(6, 3|\(4, 3\)"):
-        kind(3, groups, views)(torch.randn(shape))
+        norm(torch.randn(shape))
 
 
 @pytest.mark.parametrize("two_dimensional", [True, False])
@@ -151,7 +154,9 @@ def test_trained_weights_load_into_the_ordinary_network_and_back() -> None:
 
 def test_options_of_the_layers_survive() -> None:
     norm = nn.BatchNorm1d(3, eps=0.5, momentum=0.7)
-    (split,) = split_statistics(nn.Sequential(norm), 4, views=2).children()
+    network = split_statistics(nn.Sequential(norm), 4)
+    stack_views(network, views=2)
+    (split,) = network.children()
     assert isinstance(split, SplitBatchNorm1d)
     assert (split.eps, split.momentum, split.groups, split.views) == (0.5, 0.7, 4, 2)
 
@@ -189,7 +194,8 @@ def test_keys_keep_their_order_and_change_their_company(samples: int, groups: in
 
 
 def test_keys_of_stacked_views_are_rearranged_view_by_view() -> None:
-    encoder = split_statistics(nn.Sequential(nn.BatchNorm1d(3)), 4, views=2).double()
+    encoder = split_statistics(nn.Sequential(nn.BatchNorm1d(3)), 4).double()
+    stack_views(encoder, views=2)
     alone = split_statistics(nn.Sequential(nn.BatchNorm1d(3)), 4).double()
     views = [torch.randn(8, 3, dtype=torch.float64) + shift for shift in (0, 5)]
     expected = [keys_in_split_groups(alone, view, 4) for view in views]

@@ -14,7 +14,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from xmoco.config import ModelConfig
 from xmoco.nn import blocks
 from xmoco.nn.backbones import ScaledResNet, feature_size
-from xmoco.nn.batchnorm import SplitBatchNorm1d, SplitBatchNorm2d, split_statistics
+from xmoco.nn.batchnorm import SplitBatchNorm1d, SplitBatchNorm2d, split_statistics, stack_views
 from xmoco.nn.blocks import (
     FusedBasicBlock,
     FusedBatchNorm1d,
@@ -62,7 +62,8 @@ def learn(network: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("views", [1, 2])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_network_computes_what_it_did(name: str, views: int) -> None:
-    plain = split_statistics(NETWORKS[name](), groups=2, views=views).double()
+    plain = split_statistics(NETWORKS[name](), groups=2).double()
+    stack_views(plain, views)
     fused = copy.deepcopy(plain)
     fuse_norms(fused)
     assert_close(learn(fused), learn(plain))

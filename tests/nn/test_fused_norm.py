@@ -23,7 +23,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 
 from xmoco.nn import blocks
 from xmoco.nn.backbones import ScaledResNet
-from xmoco.nn.batchnorm import split_statistics
+from xmoco.nn.batchnorm import split_statistics, stack_views
 from xmoco.nn.blocks import FusedBatchNorm2d, fuse_norms
 from xmoco.nn.encoder import Encoder
 from xmoco.nn.heads import mlp_head
@@ -276,7 +276,8 @@ def encoders(block: type[BasicBlock | Bottleneck]) -> tuple[Encoder, Encoder]:
     backbone.add_module("maxpool", nn.Identity())
     backbone.add_module("fc", nn.Identity())
     plain = Encoder(backbone, mlp_head(64 * block.expansion, 16, 8, layers=2))
-    split_statistics(plain, groups=2, views=2)
+    split_statistics(plain, groups=2)
+    stack_views(plain, views=2)
     plain.to(DEVICE).to(memory_format=torch.channels_last)
     fused = copy.deepcopy(plain)
     fuse_norms(fused)

@@ -26,6 +26,8 @@ def built(kind: type[Stepper], device: str, precision: str = "32-true", parts: i
     fabric = Fabric(accelerator=device, devices=1, precision=precision)
     torch.manual_seed(0)
     method = build_method(MODEL, XMoCoConfig(bank_length=48, key_momentum=0.9))
+    if device == "cuda":
+        method.suit_gpu()
     method.train().to(memory_format=torch.channels_last)
     learned = [p for p in method.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(learned, 0.1, momentum=0.9, fused=device == "cuda")

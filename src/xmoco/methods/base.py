@@ -13,6 +13,7 @@ from xmoco.nn.batchnorm import (
     keys_in_other_processes,
     keys_in_split_groups,
     split_statistics,
+    stack_views,
 )
 from xmoco.nn.blocks import fuse_norms
 from xmoco.nn.encoder import Encoder, build_encoder, momentum_copy, momentum_update
@@ -44,6 +45,9 @@ class Method(nn.Module, ABC):
     def after_step(self) -> None:
         """What follows the optimiser's step."""
 
+    def suit_gpu(self) -> None:
+        """Change what a GPU would rather have otherwise; what is computed stays the same."""
+
     @property
     @abstractmethod
     def bank_fill(self) -> float:
@@ -51,26 +55,29 @@ class Method(nn.Module, ABC):
 
 
 class MomentumMethod(Method):
-    """An encoder f with gradients, a momentum encoder g without, and a loss that owns two banks.
-
-    Both views go through an encoder together, as one stacked batch, which keeps a GPU busier; their
-    batch statistics stay apart. Synchronised batch norm alone cannot do that.
-    """
+    """An encoder f with gradients, a momentum encoder g without, and a loss that owns two banks."""
 
     def __init__(self, model: ModelConfig, settings: MoCoConfig, loss: MoCoLoss) -> None:
         super().__init__()
         self.model = model
         self.key_momentum = settings.key_momentum
         self.encoder = build_encoder(model)
-        self.stacked = model.batch_norm != "synchronised"
-        if self.stacked:
-            groups = model.batch_norm_groups if model.batch_norm == "split" else 1
-            split_statistics(self.encoder, groups, views=2)
-            fuse_norms(self.encoder)
-        else:
+        if model.batch_norm == "split":
+            split_statistics(self.encoder, model.batch_norm_groups)
+        elif model.batch_norm == "synchronised":
             self.encoder = nn.SyncBatchNorm.convert_sync_batchnorm(self.encoder)
         self.momentum_encoder = momentum_copy(self.encoder)
         self.loss = loss
+        self.stacked = False
+
+    def suit_gpu(self) -> None:
+        """Both views go through an encoder as one batch, their statistics still apart, and batch
+        norms take the additions and ReLUs along. Synchronised ones can do neither."""
+        if self.model.batch_norm != "synchronised":
+            for encoder in (self.encoder, self.momentum_encoder):
+                stack_views(encoder, views=2)
+                fuse_norms(encoder)
+            self.stacked = True
 
     def queries(self, x_s: Tensor, x_t: Tensor) -> tuple[Tensor, Tensor]:
         """q_s and q_t of f."""
@@ -82,19 +89,22 @@ class MomentumMethod(Method):
     @torch.no_grad()
     def keys(self, x_s: Tensor, x_t: Tensor) -> tuple[Tensor, Tensor]:
         """k_s and k_t of g, in batch-norm company other than the queries' (nn/batchnorm.py)."""
-        encoder = self.momentum_encoder
         if not self.stacked:
-            return encoder(x_s), encoder(x_t)
+            return self._keys(x_s, views=1), self._keys(x_t, views=1)
+        k_s, k_t = self._keys(torch.cat([x_s, x_t]), views=2).chunk(2)
+        return k_s, k_t
+
+    def _keys(self, images: Tensor, views: int) -> Tensor:
+        encoder = self.momentum_encoder
         match self.model.batch_norm:
             case "split":
                 groups = self.model.batch_norm_groups
-                keys = keys_in_split_groups(encoder, torch.cat([x_s, x_t]), groups, views=2)
+                return keys_in_split_groups(encoder, images, groups, views)
             case "shuffled":
-                keys = keys_in_other_processes(encoder, torch.cat([x_s, x_t]), views=2)
+                return keys_in_other_processes(encoder, images, views)
             case _:
-                keys = encoder(torch.cat([x_s, x_t]))
-        k_s, k_t = keys.chunk(2)
-        return k_s, k_t
+                keys: Tensor = encoder(images)
+                return keys
 
     def contrast(self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor, measure: bool) -> Step:
         gauges: dict[str, Tensor] = {}

@@ -22,10 +22,11 @@ class SplitStatistics(nn.modules.batchnorm._BatchNorm):
     torchvision.
     """
 
-    def __init__(self, features: int, groups: int, views: int = 1, **options: Any) -> None:
+    views = 1
+
+    def __init__(self, features: int, groups: int, **options: Any) -> None:
         super().__init__(features, **options)
         self.groups = groups
-        self.views = views
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -48,6 +49,10 @@ class SplitStatistics(nn.modules.batchnorm._BatchNorm):
         assert mean is not None
         assert var is not None
         assert self.momentum is not None
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        if groups == 1:
+            return F.batch_norm(x, mean, var, self.weight, self.bias, True, self.momentum, self.eps)
         means, variances = mean.repeat(groups), var.repeat(groups)
         normalised = F.batch_norm(
             x.reshape(samples // groups, groups * channels, *x.shape[2:]),
@@ -62,8 +67,6 @@ class SplitStatistics(nn.modules.batchnorm._BatchNorm):
         with torch.no_grad():
             mean.copy_(means.view(groups, channels).mean(dim=0))
             var.copy_(variances.view(groups, channels).mean(dim=0))
-            if self.num_batches_tracked is not None:
-                self.num_batches_tracked.add_(1)
         return normalised.view(x.shape)
 
 
@@ -75,20 +78,30 @@ class SplitBatchNorm2d(SplitStatistics, nn.BatchNorm2d):
     pass
 
 
-def split_statistics(module: nn.Module, groups: int, views: int = 1) -> nn.Module:
-    """Replace every batch norm inside ``module`` by its split form, in place."""
+def split_statistics(module: nn.Module, groups: int) -> nn.Module:
+    """Replace every ordinary batch norm inside ``module`` by its split form, in place."""
     kinds = {nn.BatchNorm1d: SplitBatchNorm1d, nn.BatchNorm2d: SplitBatchNorm2d}
     for name, child in module.named_children():
         if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d) and type(child) in kinds:
             split = kinds[type(child)](
-                child.num_features, groups, views, eps=child.eps, momentum=child.momentum
+                child.num_features, groups, eps=child.eps, momentum=child.momentum
             )
             split.load_state_dict(child.state_dict())
             split.to(child.weight.device).train(child.training)
+            for parameter, own in zip(split.parameters(), child.parameters(), strict=True):
+                parameter.requires_grad_(own.requires_grad)
             setattr(module, name, split)
         else:
-            split_statistics(child, groups, views)
+            split_statistics(child, groups)
     return module
+
+
+def stack_views(module: nn.Module, views: int) -> None:
+    """Prepare ``module`` for batches of so many views stacked, in place."""
+    split_statistics(module, groups=1)
+    for norm in module.modules():
+        if isinstance(norm, SplitStatistics):
+            norm.views = views
 
 
 def keys_in_split_groups(encoder: nn.Module, images: Tensor, groups: int, views: int = 1) -> Tensor:

@@ -74,6 +74,8 @@ class Training:
         self.peak_rate = optim.learning_rate * train.batch / 256
         self.unreadable_named = len(self.run.unreadable())
         self.name_unreadable()
+        if self.fabric.device.type == "cuda":
+            self.method.suit_gpu()
         self.method.to(memory_format=torch.channels_last)
         learned = [p for p in self.method.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(
