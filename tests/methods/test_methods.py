@@ -178,7 +178,10 @@ def test_what_suits_a_gpu_computes_the_same(
     settings: XMoCoConfig | MoCoV2PlusConfig, model: ModelConfig
 ) -> None:
     """Views stacked and norms fused, against one view after the other: losses and the state."""
-    stacked, apart = (built(settings, model).double() for _ in range(2))
+    stacked, apart = (built(settings, model) for _ in range(2))
+    for method in (stacked, apart):
+        method.encoder.double()
+        method.momentum_encoder.double()
     names = list(stacked.state_dict())
     stacked.suit_gpu()
     assert stacked.stacked

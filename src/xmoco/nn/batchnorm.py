@@ -87,7 +87,7 @@ def split_statistics(module: nn.Module, groups: int) -> nn.Module:
                 child.num_features, groups, eps=child.eps, momentum=child.momentum
             )
             split.load_state_dict(child.state_dict())
-            split.to(child.weight.device).train(child.training)
+            split.to(child.weight).train(child.training)
             for parameter, own in zip(split.parameters(), child.parameters(), strict=True):
                 parameter.requires_grad_(own.requires_grad)
             setattr(module, name, split)
