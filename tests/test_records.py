@@ -58,8 +58,10 @@ def test_records_are_appended(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "results.jsonl"
     append_records(file, [record(1), record(2)])
     append_records(file, [record(3)])
+    file.write_text(file.read_text().rstrip("\n"))  # by hand, say
+    append_records(file, [record(4)])
     values = [json.loads(line)["value"] for line in file.read_text().splitlines()]
-    assert values == [1, 2, 3]
+    assert values == [1, 2, 3, 4]
 
 
 def test_records_that_cannot_be_written(tmp_path: Path) -> None:

@@ -141,8 +141,22 @@ Cache = Annotated[
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Order of images, crops and first weights.")]
+
+
+def _writable(file: Path | None) -> Path | None:
+    """Found out before anything is measured."""
+    from xmoco.errors import UserError
+
+    if file is not None:
+        there = next(path for path in (file, *file.absolute().parents) if path.exists())
+        if file.is_dir() or not os.access(there, os.W_OK):
+            raise UserError(f"records cannot be written to {file}.")
+    return file
+
+
 RecordsFile = Annotated[
-    Path | None, typer.Option("--records", help="Append the records to this .jsonl file.")
+    Path | None,
+    typer.Option("--records", callback=_writable, help="Append the records to this .jsonl file."),
 ]
 
 
@@ -155,7 +169,11 @@ def knn(
     weights: Weights,
     data: LabelledData,
     k: Annotated[
-        list[int] | None, typer.Option("--k", help="Neighbours that vote; may be given repeatedly.")
+        list[int] | None,
+        typer.Option(
+            "--k",
+            help="Neighbours that vote; may be given repeatedly. Default: 10, 20, 100 and 200.",
+        ),
     ] = None,
     temperature: Annotated[float, typer.Option(help="Votes weigh exp(similarity / this).")] = 0.1,
     size: Size = None,
@@ -306,18 +324,21 @@ def transfer(
     What is chosen (a strength, a rate, a weight decay) is chosen on validation images, trained
     again with them, and judged on the test images once.
     """
-    from xmoco.data.transfer_sets import TRANSFER_SETS
+    from xmoco.data.transfer_sets import TRANSFER_SETS, open_transfer_set
     from xmoco.evaluate.transfer import evaluate_transfer
 
     place = _place(device, root, download, precision, size, cache)
-    for name in TRANSFER_SETS if data == ["all"] else data:
+    names = [name for given in data for name in (TRANSFER_SETS if given == "all" else [given])]
+    # All are opened first: a mistake in the last should not come out hours later.
+    for images in [
+        open_transfer_set(name, root=root, download=download, metric=metric) for name in names
+    ]:
         with _bars() as listener:
             record = evaluate_transfer(
                 weights,
-                name,
+                images,
                 mode=mode,
                 grid=grid,
-                metric=metric,
                 seed=seed,
                 out=out,
                 place=place,
@@ -354,7 +375,9 @@ def transfer_tables(
     "`xmoco export backbone.safetensors --to onnx --out photos.onnx`"
 )
 def export(
-    weights: Annotated[Path, typer.Argument(help="A run folder or a backbone.safetensors.")],
+    weights: Annotated[
+        Path, typer.Argument(help="A run folder, or a file of weights (ours or a checkpoint).")
+    ],
     to: Annotated[str, typer.Option(help="`torchvision`, `timm`, `detectron2` or `onnx`.")],
     out: Annotated[
         Path | None, typer.Option(help="The new file. Default: beside the weights.")
@@ -506,6 +529,8 @@ def _show_records(title: str, rows: list[tuple[str, "Record"]], file: Path | Non
     from xmoco.records import append_records
 
     records = [record for _, record in rows]
+    if file is not None:  # first of all: what was measured must not be lost
+        append_records(file, records)
     protocol = records[0].protocol
     facts = [f"{protocol['split']}, {protocol['judged_images']:,} images", protocol.get("weights")]
     table = Table()
@@ -516,8 +541,6 @@ def _show_records(title: str, rows: list[tuple[str, "Record"]], file: Path | Non
     _print(title)
     Console().print(table)
     _print("; ".join(filter(None, facts)))
-    if file is not None:
-        append_records(file, records)
 
 
 def _first_process() -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -91,10 +91,17 @@ def append_records(path: Path, records: Iterable[Record]) -> None:
     """Add records to a .jsonl file, one per line."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(record.json() + "\n" for record in records)
+        with path.open("a+b") as file:
+            if file.tell() and not _ends_line(file):
+                file.write(b"\n")  # another program, or a hand, left the last line open
+            file.writelines(f"{record.json()}\n".encode() for record in records)
     except OSError as error:
         raise UserError(f"could not write {path}: {error.strerror or error}.") from None
+
+
+def _ends_line(file: BinaryIO) -> bool:
+    file.seek(-1, os.SEEK_END)
+    return file.read() == b"\n"
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -393,7 +393,7 @@ def test_a_folder_that_is_called_like_a_set(tmp_path: Path, monkeypatch: Any) ->
     write(tmp_path / "pets", own_files(train=5, test=2))
     with pytest.raises(UserError, match=r"not in data, .*; your own .* meant by \./pets\.$"):
         open_transfer_set("pets")
-    assert open_transfer_set("./pets").name == "pets"
+    assert open_transfer_set("./pets").name == "pets (own)"
 
 
 # One's own sets.

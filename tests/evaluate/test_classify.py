@@ -117,6 +117,38 @@ def test_fine_tuning_changes_the_backbone_and_learns(backbone: torch.nn.Module) 
     assert not torch.equal(backbone.state_dict()["conv1.weight"], before["conv1.weight"])
 
 
+def test_backbone_and_head_have_their_own_rates(
+    backbone: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = []
+    step = torch.optim.SGD.step
+
+    def look(self: torch.optim.SGD, *arguments, **options):
+        rates.append([(len(group["params"]), group["lr"]) for group in self.param_groups])
+        return step(self, *arguments, **options)
+
+    monkeypatch.setattr(torch.optim.SGD, "step", look)
+    protocol = EpochProtocol("two", 16, 0.2, 0.02, 0.0, 2, (1,), 0.5)
+    train_classifier(backbone, coloured(32, seed=1), protocol, views=VIEWS, device=CPU)
+    weights = len(list(backbone.parameters()))
+    expected = [[(2, 0.2 * f), (weights, 0.02 * f)] for f in (1, 1, 0.5, 0.5)]
+    assert rates == [[(n, pytest.approx(rate)) for n, rate in pair] for pair in expected]
+
+
+def test_scores_are_those_of_a_backbone_in_eval_mode(backbone: torch.nn.Module) -> None:
+    head, test = torch.nn.Linear(128, 3), coloured(9, seed=2)
+    expected, _ = class_scores(backbone.eval(), head, test, views=VIEWS, device=CPU)
+    found, _ = class_scores(backbone.train(), head, test, views=VIEWS, device=CPU)
+    assert torch.equal(found, expected)
+
+
+def test_few_images_make_small_batches_in_fine_tuning() -> None:
+    assert [FINETUNE.batch_for(n) for n in (2, 30, 500, 5000, 5120, 50_000)] == [
+        *(2, 2, 25, 250, 256, 256)
+    ]
+    assert [LINEAR["moco"].batch_for(n) for n in (30, 50_000)] == [30, 256]
+
+
 def test_tuning_by_steps_outlasts_an_epoch_and_learns(backbone: torch.nn.Module) -> None:
     """50 batches of 64 out of 96 images, with Nesterov's momentum."""
     assert accuracy(backbone, coloured(96, seed=1), coloured(60, seed=2), TUNING) > 90
@@ -170,6 +202,8 @@ def test_labels_are_needed(backbone: torch.nn.Module) -> None:
     unlabelled = coloured(48, seed=1, labelled=False)
     with pytest.raises(UserError, match="labels"):
         train_classifier(backbone, unlabelled, QUICK, views=VIEWS, device=CPU)
+    with pytest.raises(UserError, match="single image"):
+        train_classifier(backbone, coloured(1, seed=1), QUICK, views=VIEWS, device=CPU)
     head = torch.nn.Linear(128, 3)
     with pytest.raises(UserError, match="labels"):
         class_scores(backbone, head, unlabelled, views=VIEWS, device=CPU)

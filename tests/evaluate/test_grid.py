@@ -65,7 +65,12 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
     assert file.path.read_bytes() == before
 
 
-@pytest.mark.parametrize("content", ["no json\n", "[]\n", '{"weights": "abc"}\n{"rate": 1}\n'])
+VALUE = '{"weights": "abc"}\n{"rate": 1, "weight_decay": 0, "value": "x"}\n'
+
+
+@pytest.mark.parametrize(
+    "content", ["no json\n", "[]\n", '{"weights": "abc"}\n{"rate": 1}\n', VALUE]
+)
 def test_a_damaged_file_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "grid.jsonl").write_text(content)
     with pytest.raises(UserError, match="damaged"):

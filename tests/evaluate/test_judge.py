@@ -11,7 +11,7 @@ import torchvision
 
 import xmoco
 from helpers import make_images, run_cli
-from xmoco.evaluate.case import Place
+from xmoco.evaluate.case import Listener, Place
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
 
@@ -30,7 +30,7 @@ def test_records_of_a_set_with_two_splits(weights: Path, tmp_path: Path) -> None
     records = xmoco.evaluate_knn(weights, tmp_path / "Set.v2", ks=(2, 3), place=Place("cpu"))
     assert [record.protocol["k"] for record in records] == [2, 3]
     for record in records:
-        assert (record.subject, record.work, record.seed) == ("xmoco", "set-tiny", 7)
+        assert (record.subject, record.work, record.seed) == ("xmoco", "set.v2-tiny", 7)
         protocol = record.protocol
         assert (protocol["split"], protocol["epoch"], protocol["size"]) == ("test", 3, 16)
         assert (protocol["bank_images"], protocol["judged_images"]) == (24, 12)
@@ -61,15 +61,66 @@ def test_records_of_other_peoples_weights_tell_what_was_loaded(tmp_path: Path) -
     assert "layout torchvision" in record.protocol["weights"]
 
 
+def evaluate(function: Callable, weights: Path, data: Path, changes: dict) -> None:
+    if "place" in changes:
+        changes = changes | {"place": Place(**changes["place"])}
+    function(weights, data, **changes)
+
+
+def test_a_k_asked_for_twice_counts_once(weights: Path, tmp_path: Path) -> None:
+    images = make_images(tmp_path / "images", each=4)
+    once, twice = (xmoco.evaluate_knn(weights, images, ks=ks) for ks in ((3,), (3, 3)))
+    assert [record.value for record in twice] == [record.value for record in once]
+
+
+def test_weights_that_are_no_numbers_are_refused(weights: Path, tmp_path: Path) -> None:
+    backbone = build_backbone("tiny", "cifar")
+    torch.nn.init.constant_(backbone.conv1.weight, torch.nan)
+    save_backbone(backbone, CARD, tmp_path / "broken.safetensors")
+    images = make_images(tmp_path / "images", each=4)
+    with pytest.raises(xmoco.UserError, match="not all numbers"):
+        xmoco.evaluate_knn(tmp_path / "broken.safetensors", images)
+
+
+class Ear(Listener):
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def say(self, sentence: str) -> None:
+        self.heard.append(sentence)
+
+
+def test_an_image_that_cannot_be_read_is_told(weights: Path, tmp_path: Path) -> None:
+    make_images(tmp_path / "set" / "train", each=30)
+    make_images(tmp_path / "set" / "val", each=30)
+    (tmp_path / "set" / "val" / "class1" / "007.png").write_bytes(b"broken")
+    for function, options in ((xmoco.evaluate_knn, {}), (xmoco.evaluate_linear, {"epochs": 1})):
+        ear = Ear()
+        record, *_ = function(weights, tmp_path / "set", listener=ear, **options)
+        (sentence,) = ear.heard
+        assert "007.png cannot be read" in sentence
+        assert record.protocol["judged"] == "folder set (val)"
+
+
+def test_records_tell_weights_apart_as_they_came(weights: Path, two_splits: Path) -> None:
+    """Fine-tuning changes the backbone, but it is the given one that is judged."""
+    knn, *_ = xmoco.evaluate_knn(weights, two_splits, ks=(1,))
+    tuned, *_ = xmoco.evaluate_finetune(weights, two_splits, epochs=1)
+    assert knn.protocol["digest"] == tuned.protocol["digest"]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"ks": ()}, "k must be"),
         ({"ks": (5, 0)}, "k must be"),
         ({"temperature": -1.0}, "temperature"),
-        ({"place": Place(size=4)}, "4 px are too small"),
-        ({"place": Place("cuda")}, "device=cuda is not available"),
-        ({"place": Place("abacus")}, "device=abacus is not available"),
+        ({"place": {"size": 4}}, "4 px are too small"),
+        ({"place": {"size": 1025}}, "1025 px are too large"),
+        ({"place": {"readers": 0}}, "readers=0"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"place": {"device": "cuda"}}, "device=cuda is not available"),
+        ({"place": {"device": "abacus"}}, "device=abacus is not available"),
     ],
 )
 def test_mistakes(
@@ -78,7 +129,7 @@ def test_mistakes(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     images = make_images(tmp_path / "images", each=2)
     with pytest.raises(xmoco.UserError, match=words):
-        xmoco.evaluate_knn(weights, images, **changes)
+        evaluate(xmoco.evaluate_knn, weights, images, changes)
 
 
 @pytest.fixture
@@ -114,14 +165,16 @@ def test_fine_tuning_on_a_share_of_the_labels(weights: Path, two_splits: Path) -
         (xmoco.evaluate_linear, {"epochs": 0}, "at least 1"),
         (xmoco.evaluate_finetune, {"fraction": 0.0}, "fraction"),
         (xmoco.evaluate_finetune, {"fraction": 1.5}, "fraction"),
-        (xmoco.evaluate_finetune, {"place": Place(precision="fp8")}, "fp8"),
+        (xmoco.evaluate_finetune, {"place": {"precision": "fp8"}}, "fp8"),
+        (xmoco.evaluate_linear, {"seed": -1}, "seed=-1"),
+        (xmoco.evaluate_finetune, {"seed": 2**63}, "seed=9223372036854775808"),
     ],
 )
 def test_mistakes_with_classifiers(
     weights: Path, two_splits: Path, function: Callable, changes: dict, words: str
 ) -> None:
     with pytest.raises(xmoco.UserError, match=words):
-        function(weights, two_splits, **changes)
+        evaluate(function, weights, two_splits, changes)
 
 
 def test_a_classifier_needs_a_test_split(weights: Path, tmp_path: Path) -> None:

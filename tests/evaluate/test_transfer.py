@@ -128,6 +128,89 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(
 
 
 @pytest.mark.usefixtures("tiny_grid")
+def test_the_choice_is_made_on_validation_images_and_tested_once(
+    weights: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = open_transfer_set(str(images))
+    seen, borders = [], []
+    tuned, scores = transfer._tuned, transfer.class_scores
+
+    def spy(case, images, protocol, train, judged, seed, stage) -> float:
+        seen.append((len(train), len(judged)))
+        return tuned(case, images, protocol, train, judged, seed, stage)
+
+    def look(*arguments, border: bool, **options):
+        borders.append(border)
+        return scores(*arguments, border=border, **options)
+
+    monkeypatch.setattr(transfer, "_tuned", spy)
+    monkeypatch.setattr(transfer, "class_scores", look)
+    xmoco.evaluate_transfer(
+        weights, images, mode="end-to-end", grid="tiny", out=tmp_path / "grid", place=PLACE
+    )
+    train, validation, test = map(len, (parts.train, parts.validation, parts.test))
+    assert len({train, validation, test}) == 3
+    assert seen == [(train, validation)] * 2 + [(train + validation, test)]
+    assert borders == [False] * 3  # the paper's transfer leaves no border out
+
+
+def test_frozen_features_leave_no_border_out(
+    weights: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    borders = []
+    features = Case.features
+
+    def look(self, part, stage: str, border: bool = True):
+        borders.append(border)
+        return features(self, part, stage, border)
+
+    monkeypatch.setattr(Case, "features", look)
+    xmoco.evaluate_transfer(weights, images, place=PLACE)
+    assert borders == [False] * 3
+
+
+@pytest.mark.usefixtures("tiny_grid")
+@pytest.mark.parametrize("change", ["labels", "pixels", "precision"])
+def test_a_grid_goes_on_with_the_very_same_images_and_settings(
+    weights: Path, images: Path, tmp_path: Path, change: str
+) -> None:
+    options = {"mode": "end-to-end", "grid": "tiny", "out": tmp_path / "grid", "place": PLACE}
+    xmoco.evaluate_transfer(weights, images, **options)
+    if change == "labels":
+        one, other = images / "train" / "class0", images / "train" / "class1"
+        (
+            one.rename(images / "train" / "x"),
+            other.rename(one),
+            (images / "train" / "x").rename(other),
+        )
+    elif change == "pixels":
+        first, second, *_ = sorted((images / "test" / "class0").iterdir())
+        first.write_bytes(second.read_bytes())
+    else:
+        options["place"] = Place("cpu", precision="bf16", readers=2)
+    with pytest.raises(xmoco.UserError, match=r"begun with other settings: (images|precision)"):
+        xmoco.evaluate_transfer(weights, images, **options)
+
+
+@pytest.mark.usefixtures("tiny_grid")
+def test_a_chosen_point_that_explodes_in_the_end_is_no_result(
+    weights: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([50.0, 60.0, -1.0])
+    monkeypatch.setattr(transfer, "_tuned", lambda *_: next(answers))
+    with pytest.raises(xmoco.UserError, match=r"rate 0.1, .* diverged"):
+        xmoco.evaluate_transfer(
+            weights, images, mode="end-to-end", grid="tiny", out=tmp_path / "grid", place=PLACE
+        )
+
+
+def test_a_path_is_never_one_of_the_papers_sets(weights: Path, images: Path, in_tmp: Path) -> None:
+    images.rename(in_tmp / "pets")
+    record = xmoco.evaluate_transfer(weights, Path("pets"), place=PLACE)
+    assert record.protocol["set"] == "pets (own)"
+
+
+@pytest.mark.usefixtures("tiny_grid")
 def test_points_whose_loss_explodes_are_never_chosen(
     weights: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,7 +276,8 @@ def test_from_the_command_line(weights: Path, images: Path, in_tmp: Path) -> Non
         "evaluate", "transfer", weights, images, "--mode", "end-to-end", "--grid", "tiny", *place
     )
     assert outcome.status == 0, outcome.stderr
-    assert (in_tmp / "runs" / "transfer" / "photos-xmoco-tiny" / "grid.jsonl").is_file()
+    (grid,) = (in_tmp / "runs" / "transfer").glob("xmoco-*-tiny/photos/grid.jsonl")
+    assert len(grid.read_text().splitlines()) == 1 + len(TINY.points)
     records = [json.loads(line) for line in kept.read_text().splitlines()]
     measures = ["transfer_frozen", "transfer_frozen", "transfer_end_to_end"]
     assert [record["measure"] for record in records] == measures
@@ -215,6 +299,9 @@ def test_from_the_command_line(weights: Path, images: Path, in_tmp: Path) -> Non
         (["pets", "--root", "nowhere"], ["nowhere"]),
         (["IMAGES", "--precision", "fp8"], ["fp8"]),
         (["IMAGES", "--size", "2"], ["2 px"]),
+        (["IMAGES", "--seed", "-1"], ["seed=-1"]),
+        (["IMAGES", "nowhere"], ["nowhere"]),
+        (["IMAGES", "--records", "IMAGES"], ["records cannot be written"]),
     ],
 )
 def test_mistakes(weights: Path, images: Path, arguments: list[str], words: list[str]) -> None:

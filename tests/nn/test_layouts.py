@@ -294,7 +294,7 @@ def test_every_layout(tmp_path: Path, make: Callable[[ResNet], Checkpoint]) -> N
     assert card == loaded.card
     assert (card.backbone, card.stem, card.size) == ("tiny", "imagenet", 224)
     assert (card.mean, card.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    assert card.method == ("weights.pth" if make is plain else layout)
+    assert card.method == ("weights" if make is plain else f"{layout} (weights)")
 
 
 def test_every_layout_is_tested() -> None:

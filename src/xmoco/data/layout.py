@@ -68,8 +68,8 @@ def labels_of(
         name = printable(unknown[0])
         raise UserError(
             f"the {split} images have a class {name}{nearest(name, map(printable, classes))} that "
-            "the training images do not have; rename it, remove it, or pre-train with "
-            "data.labels=none."
+            "the training images do not have; rename it or remove it (data.labels=none pre-trains "
+            "without labels)."
         )
     return torch.tensor([number[name] for name in folders], dtype=torch.int64)
 

@@ -39,10 +39,12 @@ def open_images(data: DataConfig, split: Literal["train", "test"]) -> ImageSet |
         return open_torchvision(data, data.source.removeprefix(TORCHVISION), split)
     files = _Files.of(existing_path(data.source))
     train, beside = split_folders(files.paths)
-    name = f"{files.name} ({split})" if beside else files.name
     if split == "train":
-        return files.split(data, train, train, name)
-    return files.split(data, train, beside[0], name) if beside else None
+        return files.split(data, train, train, f"{files.name} (train)" if beside else files.name)
+    if not beside:
+        return None
+    folder = beside[0].split("/")[-2]
+    return files.split(data, train, beside[0], f"{files.name} ({folder})")
 
 
 def open_splits(data: DataConfig) -> dict[str, ImageSet]:

@@ -93,7 +93,9 @@ def open_transfer_set(
         name = source.removeprefix(TORCHVISION)
         splits = _train_and_test(_data(source, root, download))
     else:
-        name = _set_name(existing_path(source, map(str.lower, TRANSFER_SETS)))
+        name = set_name(existing_path(source, map(str.lower, TRANSFER_SETS)))
+        if name.lower() in map(str.lower, TRANSFER_SETS):  # whose column it must not get into
+            name += " (own)"
         splits = _folders(_data(source, root, download))
     _check_classes(splits)
     chosen_metric = _chosen_metric(cast(Metric | None, metric), usual, splits[0])
@@ -112,7 +114,7 @@ def _data(source: str, root: str, download: bool) -> DataConfig:
     return DataConfig().model_copy(update=settings)
 
 
-def _set_name(path: Path) -> str:
+def set_name(path: Path) -> str:
     """The name of a folder, or of an archive without what tells its format."""
     name = path.resolve().name
     return printable(name if path.is_dir() else re.sub(r"\.(tar(\.\w+)?|t\wz2?)$", "", name))

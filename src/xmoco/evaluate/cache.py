@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from xmoco.config import ViewsConfig
-from xmoco.data import ImageSet
+from xmoco.data import ImageSet, Unreadable
 from xmoco.data.batches import Progress
 from xmoco.data.fingerprint import content_digest, tensors_digest
 from xmoco.errors import UserError
@@ -49,6 +49,7 @@ def cached_features(
     readers: int = 8,
     border: bool = True,
     folder: Path | None,
+    unreadable: Unreadable | None = None,
     on_progress: Progress | None = None,
     say: Callable[[str], None],
 ) -> Features:
@@ -60,7 +61,7 @@ def cached_features(
     """
     compute = partial(
         backbone_features, backbone, images, views, device, readers,
-        border=border, on_progress=on_progress,
+        border=border, unreadable=unreadable, on_progress=on_progress,
     )  # fmt: skip
     if folder is None:
         return compute()

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from xmoco.config import DataConfig, ViewsConfig
-from xmoco.data import ImageSet, open_images
-from xmoco.data.trees import printable
+from xmoco.data import ImageSet, Unreadable, open_images
+from xmoco.data.fingerprint import tensors_digest
+from xmoco.data.transfer_sets import set_name
 from xmoco.errors import UserError
 from xmoco.evaluate.cache import cached_features
 from xmoco.evaluate.classify import OnStep
@@ -18,6 +19,8 @@ from xmoco.evaluate.features import Features
 from xmoco.nn.weights import Weights, load_weights
 from xmoco.records import Record
 from xmoco.train.engine import choose_device
+
+SIZES = range(8, 1025)
 
 
 class Listener:
@@ -40,13 +43,22 @@ class Place:
     root: str = "data"
     download: bool = False
     size: int | None = None  # of the images; that of pre-training if not given
-    cache: Path | None = None  # where features are kept; nowhere if not given
+    cache: str | Path | None = None  # where features are kept; nowhere if not given
 
-    def torch_device(self) -> torch.device:
+    def __post_init__(self) -> None:
         if self.precision not in ("fp32", "bf16"):
             raise UserError(f"precision={self.precision} is not fp32 or bf16.")
-        if self.size is not None and self.size < 8:
-            raise UserError(f"images of {self.size} px are too small: give at least 8.")
+        if self.size is not None and self.size not in SIZES:
+            raise UserError(
+                f"images of {self.size} px are too {'small' if self.size < 8 else 'large'}: give "
+                f"a whole number from {SIZES[0]} to {SIZES[-1]}."
+            )
+        if self.readers < 1:
+            raise UserError(f"readers={self.readers} is too few: give at least 1.")
+        if isinstance(self.cache, str):
+            object.__setattr__(self, "cache", Path(self.cache))
+
+    def torch_device(self) -> torch.device:
         return torch.device(choose_device(self.device))
 
 
@@ -55,6 +67,7 @@ class Case:
     """Weights to be judged, on their device."""
 
     weights: Weights
+    digest: str  # tells these weights from others, as they were before any tuning
     place: Place
     device: torch.device
     listener: Listener
@@ -66,8 +79,9 @@ class Case:
         place = place or Place()
         device = place.torch_device()
         loaded = load_weights(weights)
+        digest = tensors_digest(loaded.backbone.state_dict())[:12]
         loaded.backbone.to(device)
-        return cls(loaded, place, device, listener or Listener())
+        return cls(loaded, digest, place, device, listener or Listener())
 
     @property
     def views(self) -> ViewsConfig:
@@ -80,17 +94,31 @@ class Case:
 
     def features(self, images: ImageSet, stage: str, border: bool = True) -> Features:
         """Features of the central views, from the cache if they are there."""
-        return cached_features(
+        broken = Unreadable(len(images))
+        features = cached_features(
             self.weights.backbone,
             images,
             self.views,
             self.device,
             readers=self.place.readers,
             border=border,
-            folder=self.place.cache,
+            folder=None if self.place.cache is None else Path(self.place.cache),
+            unreadable=broken,
             on_progress=self.on_progress(stage),
             say=self.listener.say,
         )
+        self.tell_of(broken)
+        if not features.vectors.isfinite().all():
+            raise UserError(
+                "the backbone's features are not all numbers: its weights are damaged, or it "
+                "diverged in training."
+            )
+        return features
+
+    def tell_of(self, unreadable: Unreadable) -> None:
+        """Say which images could not be read."""
+        for where, why in unreadable:
+            self.listener.say(f"{where} cannot be read ({why}); another image takes its place.")
 
     def on_progress(self, stage: str) -> Callable[[int, int], None]:
         return partial(self.listener.progress, stage)
@@ -123,12 +151,18 @@ class Case:
                 "data": data.name,
                 **({"weights": str(report)} if foreign else {}),
                 "backbone": card.backbone,
+                "digest": self.digest,
                 "size": self.views.size,
                 "epoch": card.epochs,
                 **protocol,
             },
             seed=card.seed if seed is None else seed,
         )
+
+
+def check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**63:
+        raise UserError(f"seed={seed} is not from 0 to 2^63 - 1.")
 
 
 def labelled_splits(data: str | Path, place: Place) -> tuple[ImageSet, ImageSet | None]:
@@ -142,7 +176,8 @@ def labelled_splits(data: str | Path, place: Place) -> tuple[ImageSet, ImageSet 
     for images in filter(None, (train, test)):
         if images.labels is None:
             raise UserError(
-                f"{images.name} has no labels: put the images into one subfolder per class."
+                f"{images.name} has no labels: put the images into one subfolder per class, of at "
+                "least two classes."
             )
         if images.multi_label:
             raise UserError(
@@ -154,5 +189,6 @@ def labelled_splits(data: str | Path, place: Place) -> tuple[ImageSet, ImageSet 
 
 def source_name(data: str | Path) -> str:
     """A short name of the images for records: that of the folder, archive or torchvision set."""
-    name = Path(data).name.removeprefix("torchvision:").partition(".")[0].lower()
-    return printable(name)
+    if str(data).startswith("torchvision:"):
+        return str(data).removeprefix("torchvision:").lower()
+    return set_name(Path(data)).lower()

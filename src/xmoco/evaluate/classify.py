@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xmoco.config import ViewsConfig
-from xmoco.data import Batches, ImageSet, in_order
+from xmoco.data import Batches, ImageSet, Unreadable, in_order
 from xmoco.data.views import central, draw, render
 from xmoco.errors import UserError
 from xmoco.nn.backbones import feature_size
@@ -46,6 +46,10 @@ class Protocol(ABC):
     def frozen(self) -> bool:
         return self.backbone_rate == 0
 
+    def batch_for(self, images: int) -> int:
+        """How many of so many images make a batch."""
+        return min(self.batch, images)
+
     @abstractmethod
     def total_steps(self, steps_per_epoch: int, /) -> int: ...
 
@@ -61,6 +65,10 @@ class EpochProtocol(Protocol):
     epochs: int
     milestones: tuple[int, ...]
     decay: float
+    least_steps: int = 1  # of an epoch: of few images, smaller batches are made
+
+    def batch_for(self, images: int) -> int:
+        return max(2, min(self.batch, images // self.least_steps))
 
     def total_steps(self, steps_per_epoch: int, /) -> int:
         return self.epochs * steps_per_epoch
@@ -96,7 +104,8 @@ LINEAR = {
     "paper": EpochProtocol("linear (paper)", 512, 60.0, 0.0, 1e-4, 100, (60, 80), 0.1),
     "moco": EpochProtocol("linear (MoCo)", 256, 30.0, 0.0, 0.0, 100, (60, 80), 0.1),
 }
-FINETUNE = EpochProtocol("fine-tune", 256, 0.2, 0.01, 0.0, 20, (12, 16), 0.2)
+# At 1 % of the labels of a small set, batches of 256 would leave hardly a step to an epoch.
+FINETUNE = EpochProtocol("fine-tune", 256, 0.2, 0.01, 0.0, 20, (12, 16), 0.2, least_steps=20)
 
 
 def train_classifier(
@@ -119,7 +128,9 @@ def train_classifier(
     """
     if train.labels is None or train.classes is None:
         raise UserError(f"{train.name} has no labels: a classifier needs them.")
-    batch = min(protocol.batch, len(train))
+    if len(train) < 2:
+        raise UserError(f"{train.name} has a single image: a classifier needs at least two.")
+    batch = protocol.batch_for(len(train))
     crops = ViewsConfig(
         size=views.size, mean=views.mean, std=views.std, crop_scale=(0.08, 1.0),
         jitter=0.0, grey=0.0, blur=0.0,
@@ -184,6 +195,7 @@ def class_scores(
     bf16: bool = False,
     readers: int = 8,
     border: bool = True,
+    unreadable: Unreadable | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Scores (n, classes) of the central views, and the labels, both on the device.
 
@@ -191,7 +203,8 @@ def class_scores(
     """
     backbone.eval()
     scores, labels = [], []
-    with closing(in_order(images, TEST_BATCH, device, readers=readers)) as batches:
+    batches = in_order(images, TEST_BATCH, device, readers=readers, unreadable=unreadable)
+    with closing(batches):
         for batch in batches:
             pixels = central(batch.images, batch.sizes, views.size, views, border=border)
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):

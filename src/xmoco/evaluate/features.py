@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from xmoco.config import ViewsConfig
-from xmoco.data import Batch, ImageSet, in_order
+from xmoco.data import Batch, ImageSet, Unreadable, in_order
 from xmoco.data.batches import Progress
 from xmoco.data.views import central
 
@@ -40,6 +40,7 @@ def backbone_features(
     readers: int = 8,
     *,
     border: bool = True,
+    unreadable: Unreadable | None = None,
     on_progress: Progress | None = None,
 ) -> Features:
     """Features of the central views, the backbone in eval mode.
@@ -56,7 +57,7 @@ def backbone_features(
     was_training = backbone.training
     backbone.eval()
     try:
-        return _features(see, images, device, readers, on_progress)
+        return _features(see, images, device, readers, unreadable, on_progress)
     finally:
         backbone.train(was_training)
 
@@ -70,7 +71,7 @@ def pixel_features(
     def see(batch: Batch) -> Tensor:
         return central(batch.images, batch.sizes, side, views).flatten(1)
 
-    return _features(see, images, device, readers, None)
+    return _features(see, images, device, readers)
 
 
 def home(images: int, size: int, device: torch.device) -> torch.device:
@@ -84,10 +85,12 @@ def _features(
     images: ImageSet,
     device: torch.device,
     readers: int,
-    on_progress: Progress | None,
+    unreadable: Unreadable | None = None,
+    on_progress: Progress | None = None,
 ) -> Features:
     vectors, labels, done = None, [], 0
-    with closing(in_order(images, BATCH, device, readers=readers)) as batches:
+    batches = in_order(images, BATCH, device, readers=readers, unreadable=unreadable)
+    with closing(batches):
         for batch in batches:
             seen = see(batch)
             if vectors is None:  # only now the size of a feature is known

@@ -76,7 +76,7 @@ class GridFile:
         try:
             begun, *points = map(json.loads, lines)
             changed = [name for name in settings if begun.get(name) != settings[name]]
-            file.values = {Point(p["rate"], p["weight_decay"]): p["value"] for p in points}
+            file.values = {Point(p["rate"], p["weight_decay"]): float(p["value"]) for p in points}
         except (ValueError, LookupError, TypeError, AttributeError):
             raise UserError(f"{file.path} is damaged: remove it to begin the grid anew.") from None
         if changed:

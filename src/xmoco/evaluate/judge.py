@@ -1,12 +1,14 @@
 """Judging weights on labelled images by kNN, linear classification and fine-tuning, as records."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from xmoco.data import Unreadable
 from xmoco.data.subset import labelled_share
 from xmoco.errors import UserError, nearest
-from xmoco.evaluate.case import Case, Listener, Place, labelled_splits, source_name
+from xmoco.evaluate.case import Case, Listener, Place, check_seed, labelled_splits, source_name
 from xmoco.evaluate.classify import FINETUNE, LINEAR, EpochProtocol, class_scores, train_classifier
 from xmoco.evaluate.knn import knn_accuracy, voters
 from xmoco.evaluate.metrics import top_k
@@ -27,7 +29,7 @@ def evaluate_knn(
     Where the data has no test split, every image is judged by all the others. ``weights`` are what
     ``load_backbone`` takes.
     """
-    if min(ks, default=0) < 1 or temperature <= 0:
+    if min(ks, default=0) < 1 or not 0 < temperature < math.inf:
         raise UserError("k must be at least 1, and the temperature above 0.")
     case = Case.open(weights, place, listener)
     train, test = labelled_splits(data, case.place)
@@ -51,6 +53,7 @@ def evaluate_knn(
             train,
             source_name(data),
             split="leave one out" if test is None else "test",
+            judged=(test or train).name,
             features="backbone",
             k=k,
             voters=voters(k, len(train), alone=test is None),
@@ -105,6 +108,7 @@ def evaluate_finetune(
 def _classify(
     measure: str, case: Case, data: str | Path, protocol: EpochProtocol, fraction: float, seed: int
 ) -> list[Record]:
+    check_seed(seed)
     if protocol.epochs < 1:
         raise UserError(f"{protocol.epochs} epochs are too few: give at least 1.")
     train, test = labelled_splits(data, case.place)
@@ -119,10 +123,12 @@ def _classify(
         backbone, train, protocol, views=views, device=device, bf16=case.bf16, seed=seed,
         readers=case.place.readers, on_step=case.on_step(protocol.name),
     )  # fmt: skip
+    broken = Unreadable(len(test))
     scores, labels = class_scores(
         backbone, head, test, views=views, device=device, bf16=case.bf16,
-        readers=case.place.readers,
+        readers=case.place.readers, unreadable=broken,
     )  # fmt: skip
+    case.tell_of(broken)
     return [
         case.record(
             f"{measure}_top{k}",
@@ -131,7 +137,8 @@ def _classify(
             source_name(data),
             seed,
             split="test",
-            **asdict(protocol),
+            judged=test.name,
+            **asdict(protocol) | {"batch": protocol.batch_for(len(train))},
             label_fraction=fraction,
             train_images=len(train),
             judged_images=len(test),

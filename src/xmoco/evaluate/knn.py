@@ -44,6 +44,7 @@ def knn_accuracy(
     classes = int(max(bank_labels.max(), judged.max())) + 1
     device = bank.device if device is None else device
     bank_labels, judged = bank_labels.to(device), judged.to(device)
+    ks = tuple(dict.fromkeys(ks))  # each counts once, however often it was asked for
     right = dict.fromkeys(ks, 0)
     for first, *found in nearest_neighbours(
         bank, queries, max(ks), device=device, on_progress=on_progress

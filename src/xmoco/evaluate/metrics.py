@@ -11,7 +11,7 @@ from xmoco.errors import UserError
 
 def top_k(scores: Tensor, labels: Tensor, k: int) -> float:
     """How many images have their class among the k best. Of equal scores the first class wins."""
-    return 100 * float((_places(scores, labels) < k).float().mean())
+    return 100 * float((_places(scores, labels) < k).double().mean())
 
 
 def mean_per_class(scores: Tensor, labels: Tensor) -> float:

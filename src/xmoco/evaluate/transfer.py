@@ -7,18 +7,19 @@ again on training and validation images together, and judged on the test images 
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from xmoco.data import ImageSet
+from xmoco.data import ImageSet, Unreadable
 from xmoco.data.batches import resident
-from xmoco.data.fingerprint import fingerprint, tensors_digest
+from xmoco.data.fingerprint import content_digest
 from xmoco.data.transfer_sets import Metric, TransferSet, open_transfer_set
 from xmoco.errors import UserError, nearest
-from xmoco.evaluate.case import Case, Listener, Place
+from xmoco.evaluate.case import Case, Listener, Place, check_seed
 from xmoco.evaluate.classify import CosineProtocol, DivergedError, class_scores, train_classifier
 from xmoco.evaluate.features import Features
 from xmoco.evaluate.grid import GRIDS, Grid, GridFile
@@ -37,7 +38,7 @@ METRICS: dict[Metric, Callable[[Tensor, Tensor], float]] = {
 
 def evaluate_transfer(
     weights: str | Path,
-    data: str | Path,
+    data: str | Path | TransferSet,
     *,
     mode: str = "frozen",
     grid: str = "paper",
@@ -58,16 +59,19 @@ def evaluate_transfer(
             raise UserError(
                 f"unknown {kind} {asked!r}{nearest(asked, known)}; there are {', '.join(known)}."
             )
+    check_seed(seed)
     place = place or Place()
-    images = open_transfer_set(str(data), root=place.root, download=place.download, metric=metric)
+    if not isinstance(data, TransferSet):
+        # Of a path the leading ./ is lost, which tells it from one of the paper's sets.
+        source = f"./{data}" if isinstance(data, Path) and not data.is_absolute() else str(data)
+        data = open_transfer_set(source, root=place.root, download=place.download, metric=metric)
     case = Case.open(weights, place, listener)
     if mode == "frozen":
-        return _frozen(case, images)
+        return _frozen(case, data)
     if out is None:
-        folder = Path("runs", "transfer", f"{images.name}-{case.weights.card.method}-{grid}")
-    else:
-        folder = Path(out) / images.name
-    return _end_to_end(case, images, GRIDS[grid], seed, folder)
+        method = re.sub(r"[^\w.+-]+", "_", case.weights.card.method)
+        out = Path("runs", "transfer", f"{method}-{case.digest}-{grid}")
+    return _end_to_end(case, data, GRIDS[grid], seed, Path(out) / data.name)
 
 
 def _frozen(case: Case, images: TransferSet) -> Record:
@@ -119,10 +123,13 @@ def _end_to_end(case: Case, images: TransferSet, grid: Grid, seed: int, folder: 
     file = GridFile.open(
         folder,
         {
-            "weights": tensors_digest(case.weights.backbone.state_dict()),
+            "weights": case.digest,
             "set": images.name,
             "metric": images.metric,
-            "images": [fingerprint(p) for p in (images.train, images.validation, images.test)],
+            "images": [
+                content_digest(part, case.place.readers)
+                for part in (images.train, images.validation, images.test)
+            ],
             **dataclasses.asdict(grid),
             "seed": seed,
             "size": case.views.size,
@@ -145,13 +152,18 @@ def _end_to_end(case: Case, images: TransferSet, grid: Grid, seed: int, folder: 
     protocol = grid.protocol(chosen)
     both, test = _kept(case, images.train_and_validation), _kept(case, images.test)
     result = _tuned(case, images, protocol, both, test, seed, "the chosen point on all images")
+    if result < 0:
+        raise UserError(
+            f"the point chosen on {images.name} (rate {chosen.rate:.2g}, weight decay "
+            f"{chosen.weight_decay:.2g}) diverged when trained on all images: try another --seed."
+        )
     return _record(
         case,
         images,
         "transfer_end_to_end",
         result,
         seed,
-        **dataclasses.asdict(protocol),
+        **dataclasses.asdict(protocol) | {"batch": protocol.batch_for(len(both))},
         grid=grid.name,
         rates=len(grid.rates),
         weight_decays=len(grid.weight_decays),
@@ -184,10 +196,12 @@ def _tuned(
         )  # fmt: skip
     except DivergedError:
         return -1.0
+    broken = Unreadable(len(judged))
     scores, labels = class_scores(
         backbone, head, judged, views=views, device=device, bf16=bf16, readers=readers,
-        border=False,
+        border=False, unreadable=broken,
     )  # fmt: skip
+    case.tell_of(broken)
     return METRICS[images.metric](scores, labels)
 
 
@@ -201,6 +215,7 @@ def _record(
         images.name.lower(),
         seed,
         split="test",
+        judged=images.test.name,
         set=images.name,
         metric=images.metric,
         **protocol,

@@ -189,8 +189,12 @@ def _read_pickle(path: Path) -> Mapping[str, object]:
 
 def _others(content: Mapping[str, object], path: Path) -> Weights:
     found = find_backbone(flat_tensors(content), str(path))
-    anyones = found.report.layout == "torchvision"  # then the file's name says more
-    return _weights(found, path.stem if anyones else found.report.layout)
+    # There are many files of one layout.
+    name = path.name
+    while name.endswith((*PICKLES, ".safetensors")):
+        name = name.rpartition(".")[0]
+    layout = found.report.layout
+    return _weights(found, name if layout == "torchvision" else f"{layout} ({name})")
 
 
 def _weights(

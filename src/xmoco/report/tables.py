@@ -318,8 +318,8 @@ def _measured_rows(records: Sequence[Transfer]) -> Iterator[Row]:
             label=_label(subject, epochs, setting.backbone),
             setting=setting,
             measured=True,
-            # Whatever torchvision offers for classification was trained with labels.
-            labelled=subject == "supervised" or subject.startswith("torchvision:"),
+            # Whatever torchvision and timm offer by these names was trained with labels.
+            labelled=subject == "supervised" or subject.startswith(("torchvision:", "timm:")),
             cells={column: _cell(values) for column, values in by_column.items()},
         )
 
