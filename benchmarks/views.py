@@ -29,8 +29,9 @@ from torchvision.transforms import v2
 
 from recipe import RESULTS
 from xmoco.config import ViewsConfig
-from xmoco.data.views import HAS_TRITON, blur_side, draw, render_fused, render_plain
+from xmoco.data.views import blur_side, draw, render_fused, render_plain
 from xmoco.records import Record, append_records
+from xmoco.triton_here import HAS_TRITON
 
 WARM_UP = 3  # batches before those that are timed
 SAMPLE = 32  # images torchvision gets

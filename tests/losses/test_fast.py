@@ -260,7 +260,7 @@ def test_only_gpus_with_triton_stream_and_only_what_tiles_can_hold(
     def on_gpu(features: int, precision: torch.dtype) -> Tensor:
         return torch.zeros(2, features, dtype=precision).as_subclass(OnGpu)
 
-    monkeypatch.setattr(streamed, "TRITON_IS_INSTALLED", installed)
+    monkeypatch.setattr(streamed, "HAS_TRITON", installed)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert not can_stream(torch.zeros(2, 128))
     assert can_stream(on_gpu(128, torch.float32)) == installed

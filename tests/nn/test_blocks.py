@@ -178,7 +178,7 @@ def test_what_the_fused_operation_takes(monkeypatch: pytest.MonkeyPatch) -> None
         return torch.zeros(shape, dtype=dtype).as_subclass(OnCuda)
 
     x = on_cuda(4, 3, 2, 2)
-    monkeypatch.setattr(blocks, "TRITON_INSTALLED", True)
+    monkeypatch.setattr(blocks, "HAS_TRITON", True)
     assert fusible(x, None)
     assert fusible(x, x)
     assert fusible(on_cuda(4, 3, dtype=torch.float32), None)
@@ -187,5 +187,5 @@ def test_what_the_fused_operation_takes(monkeypatch: pytest.MonkeyPatch) -> None
     assert not fusible(on_cuda(4, 3, 2), None)
     assert not fusible(x, on_cuda(4, 3, 2, 2, dtype=torch.float32))
     assert not fusible(x, on_cuda(4, 3, 1, 1))
-    monkeypatch.setattr(blocks, "TRITON_INSTALLED", False)
+    monkeypatch.setattr(blocks, "HAS_TRITON", False)
     assert not fusible(x, None)

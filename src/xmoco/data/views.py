@@ -12,7 +12,6 @@ equals torchvision's for the same parameters.
 """
 
 import dataclasses
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import Tensor
 from xmoco.config import ViewsConfig
 from xmoco.data.colour import CONTRAST, HUE, LUMA, SATURATION, mix, turn_hue
 from xmoco.data.resample import blur_weights, resample, sandwich
+from xmoco.triton_here import HAS_TRITON
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
@@ -31,7 +31,6 @@ Flags = NDArray[np.bool_]
 
 CROP_TRIES = 10
 UNCHANGED = np.array((1.0, 1.0, 1.0, 0.0))  # the factors that leave an image as it is
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ add up in float32. Only the scaling of the peers, an average over all samples, c
 labels and losses are made from float32 similarities all the same.
 """
 
-import importlib.util
 import math
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from xmoco.distributed import logsumexp_over_rows
 from xmoco.losses.similarity import precise
+from xmoco.triton_here import HAS_TRITON
 
 # Fixed, and not tuned on the spot: a resumed run must add in the order of the first.
 ROWS, COLUMNS = 128, 64  # of a tile of similarities of up to 128 features; more make it smaller
@@ -27,7 +27,6 @@ MOST_FEATURES = 512
 PROGRAMS = 4096  # wanted, so that the last ones to finish leave a large GPU idle for a short time
 FEWEST_TILES = 4  # in a program, so that it is worth its start
 NO_SLOT = -1
-TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 LN_2 = math.log(2)
 
 
@@ -36,7 +35,7 @@ def can_stream(queries: Tensor) -> bool:
 
     Queries in float64 ask for more precision than tiles have.
     """
-    if not (queries.is_cuda and TRITON_IS_INSTALLED):
+    if not (queries.is_cuda and HAS_TRITON):
         return False
     here = queries.get_device() == torch.cuda.current_device()
     return here and queries.dtype != torch.float64 and queries.shape[1] <= MOST_FEATURES

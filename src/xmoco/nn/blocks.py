@@ -6,22 +6,19 @@ The layers run as one operation on CUDA in training (``nn/fused_norm.py``), as p
 elsewhere.
 """
 
-import importlib.util
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from xmoco.nn.batchnorm import SplitBatchNorm1d, SplitBatchNorm2d, SplitStatistics
-
-TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+from xmoco.triton_here import HAS_TRITON
 
 
 def fusible(x: Tensor, residual: Tensor | None) -> bool:
     """Whether the fused operation takes these; else plain torch does the same."""
     return (
-        TRITON_INSTALLED
+        HAS_TRITON
         and x.is_cuda
         and x.dim() in (2, 4)
         and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
