@@ -98,8 +98,8 @@ class LightlyMoCo:
 
     @property
     def steps_of_a_round(self) -> int:
-        """Workers finish a batch each at about the same time: whole rounds of them count."""
-        return 2 * self.workers
+        """Workers finish a batch each at about the same time: a whole round of them counts."""
+        return self.workers
 
     @property
     def waited(self) -> float:

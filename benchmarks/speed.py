@@ -42,7 +42,7 @@ from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder
 
 WARM_UP = 12
-"""Steps before the first timed one; xmoco decides about CUDA graphs after eight."""
+"""Steps of xmoco before it is timed: it decides about CUDA graphs after eight."""
 
 
 class Contender(Protocol):
@@ -56,7 +56,7 @@ class Contender(Protocol):
     def steps_of_a_round(self) -> int: ...
 
     def turn(self) -> contextlib.AbstractContextManager[None]:
-        """Around its steps, which may need warming up, and worker processes."""
+        """Around its steps; warms up, and has worker processes if it needs them."""
 
     def steps(self, count: int) -> None: ...
 
@@ -280,9 +280,9 @@ def run_rounds(makers: Makers, rounds: int) -> dict[str, Outcome]:
         try:
             contender = make()
             with contender.turn():
-                contender.steps(WARM_UP)
-            if isinstance(contender, Ours):
-                contender.measure()
+                if isinstance(contender, Ours):
+                    contender.steps(WARM_UP)
+                    contender.measure()
         except torch.OutOfMemoryError:
             print(f"{name} does not fit", flush=True)
             continue
