@@ -32,7 +32,7 @@ from decode import write_photographs
 from recipe import RESULTS
 from torchvision_loop import TorchvisionLoop
 from xmoco.config import Config
-from xmoco.data import Batches, ImageSet, open_images
+from xmoco.data import ArrayImages, Batches, ImageSet, open_images
 from xmoco.methods import build_method
 from xmoco.nn.encoder import build_encoder, momentum_copy
 from xmoco.records import Record, append_records
@@ -111,6 +111,9 @@ class NoLoss(nn.Module):
         terms = {"source": -(q_s * k_t).mean(), "target": -(q_t * k_s).mean()}
         return terms["source"] + terms["target"], terms
 
+    def gauges(self, *_features: Tensor) -> dict[str, Tensor]:
+        return {}
+
 
 class WithoutLoss(Ours):
     """All that a run does but the loss: what the loss takes is what the others take more."""
@@ -155,16 +158,21 @@ class EncoderOnly:
 class Pictures(Dataset[tuple[Image.Image, int]]):
     """Decoded images in memory, as torchvision's CIFAR10 holds them."""
 
-    def __init__(self, images: ImageSet) -> None:
-        batches = Batches(images, batch=1, seed=0, device=torch.device("cpu"))
-        pixels = [batches.images.read(index) for index in range(len(images))]
-        self.pixels = torch.stack(pixels).permute(0, 2, 3, 1).contiguous().numpy()
+    def __init__(self, images: ArrayImages) -> None:
+        self.pixels = images.pixels.permute(0, 2, 3, 1).contiguous().numpy()
 
     def __len__(self) -> int:
         return len(self.pixels)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
         return Image.fromarray(self.pixels[index]), 0
+
+
+def decoded(images: ImageSet) -> ArrayImages:
+    """The same images in memory: decoding them once is enough for all contenders."""
+    batches = Batches(images, batch=1, seed=0, device=torch.device("cpu"), readers=16)
+    assert isinstance(batches.images, ArrayImages)
+    return batches.images
 
 
 def main() -> None:
@@ -233,6 +241,8 @@ def on_a_gpu(options: argparse.Namespace, folder: Path) -> tuple[Config, Makers]
     moco = load_config(recipe, [*overrides, "method=mocov2plus"], {"data.source": source})
     images = open_images(config.data, "train")
     assert images is not None
+    if cifar:
+        images = decoded(images)
     long = load_config(recipe, [*overrides, "bank_length=65536"], {"data.source": source})
     makers: Makers = {
         "xmoco": lambda: Ours(config, images, new_folder(folder / "xmoco")),
@@ -246,7 +256,7 @@ def on_a_gpu(options: argparse.Namespace, folder: Path) -> tuple[Config, Makers]
     except ImportError:
         print("lightly is not installed and takes no part", flush=True)
         return config, makers
-    pictures: Any = Pictures(images) if cifar else source
+    pictures: Any = Pictures(images) if isinstance(images, ArrayImages) else source
     makers["lightly"] = lambda: LightlyMoCo(pictures, moco, tuned=True)
     makers["lightly, compiled"] = lambda: LightlyMoCo(pictures, moco, tuned=True, compiled=True)
     makers["lightly (its defaults)"] = lambda: LightlyMoCo(pictures, moco)

@@ -8,15 +8,17 @@ Each argument is a change: one or several settings. The recipe is trained as it 
 change on top of those kept so far. A change is kept if it raises the mean of two accuracies on the
 held-out images: kNN (k 200), and logistic regression on frozen features. Neither the schedule nor
 the images are those of the final run, and the test images take no part. Every trial leaves records
-in benchmarks/results/tuning.jsonl. With ``--seconds``, no trial begins that would end later.
+in benchmarks/results/tuning.jsonl, and one that is there already is not trained again. With
+``--seconds``, no trial begins that would end later.
 """
 
 import argparse
 import gc
+import json
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -39,7 +41,7 @@ class Trial(NamedTuple):
     knn: float
     logistic: float
     seconds: float
-    kept: bool
+    kept: bool = False
 
     @property
     def value(self) -> float:
@@ -60,19 +62,23 @@ def main() -> None:
     options = parser.parse_intermixed_args()
 
     started = time.perf_counter()
+    known = known_trials(options)
     trials: list[Trial] = []
     best: Trial | None = None
     for change in ["", *options.changes]:
-        spent = time.perf_counter() - started
-        if spent + max((trial.seconds for trial in trials), default=0.0) > options.seconds:
-            print(f"no time left for {change}")
-            break
         settings = (best.settings if best else options.base.split()) + change.split()
-        trial = attempt(options.recipe, settings, options.data, options.epochs)
-        if best is None or trial.value > best.value:
-            best = trial = trial._replace(kept=True)
+        found = known.get(" ".join(settings))
+        if found is None:
+            spent = time.perf_counter() - started
+            if spent + max((trial.seconds for trial in trials), default=0.0) > options.seconds:
+                print(f"no time left for {change}")
+                break
+            found = attempt(options.recipe, settings, options.data, options.epochs)
+        trial = found._replace(kept=best is None or found.value > best.value)
+        best = trial if trial.kept else best
         trials.append(trial)
-        append_records(options.results / "tuning.jsonl", records(trial, options))
+        if " ".join(settings) not in known:
+            append_records(options.results / "tuning.jsonl", records(trial, options))
         print(
             f"{' '.join(trial.settings) or 'as it is'}: kNN {trial.knn:.2f} %, "
             f"logistic {trial.logistic:.2f} %, {trial.seconds:.0f} s"
@@ -93,7 +99,7 @@ def attempt(recipe: str, settings: list[str], data: str, epochs: int) -> Trial:
         )
         knn, logistic = judge(result.weights, data)
     gc.collect()  # a recorded CUDA graph is freed with the last run's cycles
-    return Trial(settings, knn, logistic, time.perf_counter() - started, kept=False)
+    return Trial(settings, knn, logistic, time.perf_counter() - started)
 
 
 def judge(weights: Path, data: str) -> tuple[float, float]:
@@ -117,11 +123,17 @@ def judge(weights: Path, data: str) -> tuple[float, float]:
     return knn, logistic
 
 
-def records(trial: Trial, options: argparse.Namespace) -> list[Record]:
-    protocol = {
+def identity(options: argparse.Namespace) -> dict[str, Any]:
+    """What trials that can be compared have in common."""
+    return {
         "data": source_name(options.data),
         "split": "validation, held out of the training images",
         "epochs": options.epochs,
+    }
+
+
+def records(trial: Trial, options: argparse.Namespace) -> list[Record]:
+    protocol = identity(options) | {
         "settings": " ".join(trial.settings),
         "kept": trial.kept,
         "seconds": round(trial.seconds, 1),
@@ -131,6 +143,30 @@ def records(trial: Trial, options: argparse.Namespace) -> list[Record]:
         Record("knn_top1", trial.knn, "%", "xmoco", work, protocol | {"k": K}, 0),
         Record("logistic_top1", trial.logistic, "%", "xmoco", work, protocol, 0),
     ]
+
+
+def known_trials(options: argparse.Namespace) -> dict[str, Trial]:
+    """Trials of earlier calls, by their settings."""
+    path = options.results / "tuning.jsonl"
+    if not path.exists():
+        return {}
+    lines = map(json.loads, path.read_text().splitlines())
+    same = [
+        line
+        for line in lines
+        if line["work"] == f"tuning-{options.recipe}"
+        and identity(options).items() <= line["protocol"].items()
+    ]
+    knn, logistic = (
+        {line["protocol"]["settings"]: line for line in same if line["measure"] == measure}
+        for measure in ("knn_top1", "logistic_top1")
+    )
+    return {
+        name: Trial(
+            name.split(), line["value"], logistic[name]["value"], line["protocol"]["seconds"]
+        )
+        for name, line in knn.items()
+    }
 
 
 def show(trials: list[Trial]) -> None:

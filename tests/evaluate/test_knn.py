@@ -201,7 +201,7 @@ def test_on_cuda_memory_does_not_grow_with_the_bank(monkeypatch: pytest.MonkeyPa
             nearest_neighbours(torch.randn(length, 512), queries, 200, device=torch.device("cuda"))
         )
         peaks.append(torch.cuda.max_memory_allocated() - start)
-    assert peaks[1] <= 1.01 * peaks[0]
+    assert peaks[1] <= 1.1 * peaks[0]  # ten times the bank
     assert peaks[1] < 200_000 * 512 * 4 / 2
 
 

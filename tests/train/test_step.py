@@ -1,5 +1,7 @@
 """Steps of the optimiser: taken one by one, and replayed as a CUDA graph."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from lightning_fabric import Fabric
@@ -20,6 +22,13 @@ MODEL = ModelConfig(
     batch_norm_groups=4,
 )
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.fixture(autouse=True)
+def repeatable() -> Iterator[None]:
+    """Two courses are compared here, and cuDNN's usual sums are never the same twice."""
+    with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):
+        yield
 
 
 def built(kind: type[Stepper], device: str, precision: str = "32-true", parts: int = 1) -> Stepper:

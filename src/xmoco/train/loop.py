@@ -8,7 +8,7 @@ import math
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -162,13 +162,13 @@ class Training:
                         spectator.on_values(self.step, self.step / epoch_length, values)
                 epoch_over = self.step % epoch_length == 0
                 if epoch_over:  # before the checkpoint: what is told of an epoch is never skipped
-                    if self.fabric.is_global_zero:
-                        spectator.on_epoch(self.step // epoch_length, self.step)
-                    self.fabric.barrier()
-                    pace.restart()
+                    with pace.paused():
+                        if self.fabric.is_global_zero:
+                            spectator.on_epoch(self.step // epoch_length, self.step)
+                        self.fabric.barrier()
                 if saves.due(epoch_over) or self.step == self.total_steps:
-                    saves.time(self.save)
-                    pace.restart()
+                    with pace.paused():
+                        saves.time(self.save)
                 if self.fabric.world_size == 1 or self.step % STEPS_BETWEEN_STOP_CHECKS == 0:
                     signal_number = stop.agreed(self.fabric.device)
                     if signal_number and self.step < self.total_steps:
@@ -250,16 +250,23 @@ class _Pace:
 
     def __init__(self, training: Training) -> None:
         self.training = training
+        self._begin()
+
+    def _begin(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.steps = 0
-        self.speed: dict[str, float] = {}
-        self.restart()
-
-    def restart(self) -> None:
-        """Start timing anew: what just happened was no training."""
-        self.timed_steps = 0
         self.started = time.perf_counter()
         self.waited = self.training.batches.waited
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens meanwhile is no training. The steps before it are: they are waited for."""
+        if self.training.fabric.device.type == "cuda":
+            torch.cuda.synchronize()
+        paused, waited = time.perf_counter(), self.training.batches.waited
+        yield
+        self.started += time.perf_counter() - paused
+        self.waited += self.training.batches.waited - waited
 
     def add(self, step: Step) -> None:
         losses = {"loss": step.loss} | {f"loss/{name}": term for name, term in step.terms.items()}
@@ -267,7 +274,6 @@ class _Pace:
             value = value.detach()
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self.steps += 1
-        self.timed_steps += 1
 
     def values(self, gauges: Mapping[str, Tensor]) -> dict[str, float]:
         training = self.training
@@ -275,24 +281,13 @@ class _Pace:
         count = self.steps * training.fabric.world_size
         values = {name: total / count for name, total in zip(self.sums, sums, strict=True)}
         values["learning_rate"] = training.rate(training.step - 1)
-        values |= self._speed()
+        seconds = time.perf_counter() - self.started  # the device is done: its sums are here
+        values["images_per_second"] = self.steps * training.config.train.batch / seconds
+        values["waiting"] = (training.batches.waited - self.waited) / seconds
         values["bank_fill"] = training.method.bank_fill
         values |= {name: float(value) for name, value in gauges.items()}
-        self.sums, self.steps = {}, 0
-        self.restart()
+        self._begin()
         return values
-
-    def _speed(self) -> dict[str, float]:
-        """Images per second and the share of time spent waiting; those of the last line where the
-        timing has hardly begun, since the one step that measures would weigh too much in it."""
-        train = self.training.config.train
-        if not self.speed or self.timed_steps >= train.log_every / 2:
-            seconds = time.perf_counter() - self.started
-            self.speed = {
-                "images_per_second": self.timed_steps * train.batch / seconds,
-                "waiting": (self.training.batches.waited - self.waited) / seconds,
-            }
-        return self.speed
 
 
 class _SaveClock:
