@@ -155,8 +155,10 @@ class EncoderOnly:
                 parameter.grad = None
 
 
-class Pictures(Dataset[tuple[Image.Image, int]]):
+class Pictures(Dataset[tuple[Any, int]]):
     """Decoded images in memory, as torchvision's CIFAR10 holds them."""
+
+    transform: Callable[[Image.Image], Any]  # lightly sets it
 
     def __init__(self, images: ArrayImages) -> None:
         self.pixels = images.pixels.permute(0, 2, 3, 1).contiguous().numpy()
@@ -164,8 +166,8 @@ class Pictures(Dataset[tuple[Image.Image, int]]):
     def __len__(self) -> int:
         return len(self.pixels)
 
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        return Image.fromarray(self.pixels[index]), 0
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self.transform(Image.fromarray(self.pixels[index])), 0
 
 
 def decoded(images: ImageSet) -> ArrayImages:
@@ -184,6 +186,9 @@ def main() -> None:
     parser.add_argument("--photographs", type=int, default=8192, help="files to write")
     parser.add_argument("--batch", type=int, default=512, help="on a GPU")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="no round begins after so many"
+    )
     parser.add_argument("--only", nargs="*", help="some of the contenders")
     parser.add_argument("--stages", action="store_true", help="where the time of a step goes")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -200,7 +205,7 @@ def race(options: argparse.Namespace, folder: Path) -> None:
     # For all contenders, whoever comes first: batches keep their size.
     torch.backends.cudnn.benchmark = True
     chosen = {name: makers[name] for name in options.only or makers}
-    show(run_rounds(chosen, options.rounds), options)
+    show(run_rounds(chosen, options.rounds, options.seconds), options)
     if options.stages:
         ours = makers["xmoco"]()
         assert isinstance(ours, Ours)
@@ -280,8 +285,9 @@ class Outcome:
     gib: float = 0.0
 
 
-def run_rounds(makers: Makers, rounds: int) -> dict[str, Outcome]:
+def run_rounds(makers: Makers, rounds: int, seconds: float) -> dict[str, Outcome]:
     """Alternate. Memory is what the GPU has less after a contender's first steps than before it."""
+    end = time.perf_counter() + seconds
     contenders: dict[str, Contender] = {}
     outcomes: dict[str, Outcome] = {}
     for name, make in makers.items():
@@ -302,6 +308,9 @@ def run_rounds(makers: Makers, rounds: int) -> dict[str, Outcome]:
         outcomes[name].gib = (free - free_memory(now=True)) / 2**30
         print(f"{name} is ready", flush=True)
     for number in range(rounds):
+        if time.perf_counter() > end:
+            print(f"no time for more than {number} rounds", flush=True)
+            break
         for name, contender in contenders.items():
             outcome = outcomes[name]
             with contender.turn():

@@ -6,6 +6,7 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, MultiStepLR
+from torch.testing import assert_close
 
 from xmoco.config import ViewsConfig
 from xmoco.data import ArrayImages
@@ -13,10 +14,12 @@ from xmoco.errors import UserError
 from xmoco.evaluate.classify import (
     FINETUNE,
     LINEAR,
+    MOST_AT_ONCE,
     CosineProtocol,
     DivergedError,
     EpochProtocol,
     Protocol,
+    _batches_at_once,
     class_scores,
     train_classifier,
 )
@@ -108,6 +111,28 @@ def test_linear_learns_without_touching_the_backbone(backbone: torch.nn.Module) 
     assert reached >= 100 * reference.score(queries, test.labels) - 10
     assert told[-1][0] == told[-1][1] == 12 * 6
     assert told[-1][2] < told[0][2]
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 1000])
+def test_a_frozen_backbone_may_look_at_many_batches_at_once(
+    backbone: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """The classifier is the one trained a batch at a time; 72 steps are no multiple of 5."""
+    seen = []
+    backbone.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
+    heads = []
+    for most in (at_once, 1):
+        monkeypatch.setattr("xmoco.evaluate.classify.MOST_AT_ONCE", most)
+        train = coloured(96, seed=1)
+        heads.append(train_classifier(backbone, train, QUICK, views=VIEWS, device=CPU))
+    assert max(seen) == 16 * min(at_once, 72)
+    assert_close(heads[0].state_dict(), heads[1].state_dict())
+
+
+def test_photographs_are_looked_at_a_batch_at_a_time() -> None:
+    assert _batches_at_once(256, 224) == 1
+    assert _batches_at_once(512, 224) == 1
+    assert _batches_at_once(256, 32) == MOST_AT_ONCE
 
 
 def test_fine_tuning_changes_the_backbone_and_learns(backbone: torch.nn.Module) -> None:

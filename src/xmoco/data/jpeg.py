@@ -83,7 +83,7 @@ def plain_jpeg(image: EncodedImage) -> PlainJpeg | None:
                 orientation = exif_orientation(opened)
         except Exception:  # whatever it is, decode_rgb is to meet it and to judge it
             return None
-    file = torch.frombuffer(bytearray(data[: end + len(_END)]), dtype=torch.uint8)
+    file = torch.frombuffer(bytearray(memoryview(data)[: end + len(_END)]), dtype=torch.uint8)
     return PlainJpeg(file, header.height, header.width, orientation, image.short_side)
 
 

@@ -7,16 +7,17 @@ A protocol says how long, with which rates and on what course; ``train_classifie
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xmoco.config import ViewsConfig
-from xmoco.data import Batches, ImageSet, Unreadable, in_order
+from xmoco.data import Batch, Batches, ImageSet, Unreadable, in_order
 from xmoco.data.views import central, draw, render
 from xmoco.errors import UserError
 from xmoco.nn.backbones import feature_size
@@ -24,6 +25,10 @@ from xmoco.nn.backbones import feature_size
 MOMENTUM = 0.9
 HEAD_STD = 0.01
 TEST_BATCH = 256
+PIXELS_AT_ONCE = 256 * 224**2
+"""What a frozen backbone looks at together: MoCo's batch of photographs, or many small ones."""
+MOST_AT_ONCE = 16
+"""Batches."""
 
 OnStep = Callable[[int, int, float], None]
 """Told the steps done, their total and the loss, now and then."""
@@ -151,19 +156,17 @@ def train_classifier(
     )  # fmt: skip
     batches = Batches(train, batch=batch, seed=seed, device=device, readers=readers)
     total = protocol.total_steps(batches.steps_per_epoch)
+
+    def see(images: Batch, step: int) -> Tensor:
+        return render(images.images, images.sizes, draw(crops, batch, seed, step, 0), crops)
+
     with closing(batches.from_step(0)) as stream:
-        for step in range(total):
+        at_once = _batches_at_once(batch, crops.size) if protocol.frozen else 1
+        steps = _seen(stream, see, total, at_once, backbone, bf16)
+        for step, (features, labels) in enumerate(steps):
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * protocol.factor(step / total)
-            images = next(stream)
-            pixels = render(
-                images.images, images.sizes, draw(crops, batch, seed, step, 0), crops
-            ).contiguous(memory_format=torch.channels_last)
-            precision = torch.autocast(device.type, torch.bfloat16, enabled=bf16)
-            with precision, torch.set_grad_enabled(not protocol.frozen):
-                features = backbone(pixels)
-            assert images.labels is not None
-            loss = _loss(head(features.float()), images.labels.to(device))
+            loss = _loss(head(features.float()), labels.to(device))
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
@@ -178,6 +181,33 @@ def train_classifier(
     if before is not None:
         _check_unchanged(backbone, before)
     return head
+
+
+def _batches_at_once(batch: int, size: int) -> int:
+    """A frozen backbone can look at several small batches together, which a GPU does sooner."""
+    return min(MOST_AT_ONCE, max(1, PIXELS_AT_ONCE // (batch * size**2)))
+
+
+def _seen(
+    stream: Iterator[Batch],
+    see: Callable[[Batch, int], Tensor],
+    total: int,
+    at_once: int,
+    backbone: nn.Module,
+    bf16: bool,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Features and labels of every step's batch; with gradients if the backbone is in training."""
+    for first in range(0, total, at_once):
+        steps = range(first, min(first + at_once, total))
+        batches = list(islice(stream, len(steps)))
+        pixels = torch.cat([see(batch, step) for batch, step in zip(batches, steps, strict=True)])
+        pixels = pixels.contiguous(memory_format=torch.channels_last)
+        precision = torch.autocast(pixels.device.type, torch.bfloat16, enabled=bf16)
+        with precision, torch.set_grad_enabled(backbone.training):
+            features = backbone(pixels)
+        for batch, of_batch in zip(batches, features.chunk(len(steps)), strict=True):
+            assert batch.labels is not None
+            yield of_batch, batch.labels
 
 
 class DivergedError(UserError):
