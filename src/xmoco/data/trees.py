@@ -73,7 +73,7 @@ class FolderTree(Tree):
         return (self._root / path).is_file()
 
     def read(self, path: str) -> bytes:
-        return _content(f"{self._root}/{path}")
+        return _content(self._root / path)
 
     def where(self, path: str) -> str:
         return printable(str(self._root / path))
@@ -149,7 +149,7 @@ def _images_below(folder: str, inside: str) -> Iterator[str]:
                 yield inside + entry.name
 
 
-def _content(path: str) -> bytes:
+def _content(path: Path) -> bytes:
     """All bytes of a file, in four calls of the system for most.
 
     ``Path.read_bytes`` makes nearly twice as many. Each gives up Python's lock for a moment, and
