@@ -53,7 +53,7 @@ RACE = (
 
 SETTINGS = (
     *("data", "size", "epoch", "k", "name", "label_fraction", "set"),
-    *("device", "precision", "launch", "stage"),
+    *("device", "precision", "launch", "stage", "recipe", "changes"),
 )
 """Of a protocol: records that differ in one of these measure different things."""
 LONGEST_FACT = 80
@@ -276,36 +276,47 @@ def stages_table(file: Path, records: Sequence[Record]) -> str:
 
 
 def plain_table(file: Path, records: Sequence[Record]) -> str:
-    """Records of any kind, line by line."""
+    """Records of any kind: a row for every work and its settings, a column for what was measured
+    of whom."""
 
     def settings(record: Record, keys: Iterable[str]) -> list[str]:
         protocol = record["protocol"]
         return [protocol_fact(key, protocol[key]) for key in keys if key in protocol]
 
-    def measurement(record: Record) -> Hashable:
-        settled = settings(record, SETTINGS)
-        return by_work(record), by_subject(record), record["measure"], record["seed"], *settled
+    def row(record: Record) -> tuple[str, ...]:
+        return by_work(record), *settings(record, SETTINGS), f"seed {record['seed']}"
 
-    records = last_of_each(records, measurement)
+    def column(record: Record) -> tuple[str, str]:
+        return by_subject(record), record["measure"].replace("_", " ")
+
+    cells = {(row(record), column(record)): record for record in records}
+    records = list(cells.values())
     differing = [key for key in SETTINGS if len({str(settings(r, [key])) for r in records}) > 1]
-    headings, align = ["work", "subject", "measure", "value"], "lllr"
-    rows = [
-        [
-            by_work(record),
-            by_subject(record),
-            record["measure"].replace("_", " "),
-            f"{significant(record['value'])} {record['unit']}",
-        ]
-        for record in records
-    ]
-    if differing:
-        headings, align = [*headings, "settings"], align + "l"
-        for row, record in zip(rows, records, strict=True):
-            row.append(", ".join(settings(record, differing)))
+    firsts = list({row(record): record for record in reversed(records)}.values())[::-1]
+    columns = list(dict.fromkeys(map(column, records)))
+    subjects, measures = (set(names) for names in zip(*columns, strict=True))
+    if len(subjects) == 1:
+        headings = [measure for _, measure in columns]
+    elif len(measures) == 1:
+        headings = [subject for subject, _ in columns]
+    else:
+        headings = [f"{subject}: {measure}" for subject, measure in columns]
+    rows = []
+    for first in firsts:
+        measured = [cells.get((row(first), each)) for each in columns]
+        values = ["" if r is None else f"{significant(r['value'])} {r['unit']}" for r in measured]
+        told = [", ".join(settings(first, differing))] if differing else []
+        rows.append([by_work(first), *told, *values])
+    settings_heading = ["settings"] if differing else []
+    alone = [names.pop() for names in (measures, subjects) if len(names) == 1]
     return section(
         f"## {file.stem}",
-        markdown_table(headings, align, rows),
-        circumstances(records, lambda _: shared_facts(records)),
+        markdown_table(
+            ["work", *settings_heading, *headings],
+            "l" * (1 + len(settings_heading)) + "r" * len(columns),
+            rows,
+        ),
+        circumstances(records, lambda _: "; ".join([*alone, shared_facts(records)])),
         file,
         up="../",
     )

@@ -14,6 +14,7 @@ in benchmarks/results/tuning.jsonl, and one that is there already is not trained
 
 import argparse
 import gc
+import hashlib
 import json
 import tempfile
 import time
@@ -30,10 +31,18 @@ from xmoco.evaluate.knn import knn_accuracy
 from xmoco.evaluate.logistic import fit_path
 from xmoco.evaluate.metrics import top_k
 from xmoco.records import Record, append_records
+from xmoco.settings import load_config
 
 K = 200
 STRENGTHS = (1.0, 10.0, 100.0)
 """Of the penalty of the logistic regression; the best one counts."""
+
+
+NONE = "none"
+
+
+def in_words(settings: list[str]) -> str:
+    return " ".join(settings) or NONE
 
 
 class Trial(NamedTuple):
@@ -42,6 +51,10 @@ class Trial(NamedTuple):
     logistic: float
     seconds: float
     kept: bool = False
+
+    @property
+    def changes(self) -> str:
+        return in_words(self.settings)
 
     @property
     def value(self) -> float:
@@ -66,8 +79,8 @@ def main() -> None:
     trials: list[Trial] = []
     best: Trial | None = None
     for change in ["", *options.changes]:
-        settings = (best.settings if best else options.base.split()) + change.split()
-        found = known.get(" ".join(settings))
+        settings = changed(best.settings if best else options.base.split(), change.split())
+        found = known.get(in_words(settings))
         if found is None:
             spent = time.perf_counter() - started
             if spent + max((trial.seconds for trial in trials), default=0.0) > options.seconds:
@@ -77,15 +90,21 @@ def main() -> None:
         trial = found._replace(kept=best is None or found.value > best.value)
         best = trial if trial.kept else best
         trials.append(trial)
-        if " ".join(settings) not in known:
+        if in_words(settings) not in known:
             append_records(options.results / "tuning.jsonl", records(trial, options))
         print(
-            f"{' '.join(trial.settings) or 'as it is'}: kNN {trial.knn:.2f} %, "
+            f"{trial.changes}: kNN {trial.knn:.2f} %, "
             f"logistic {trial.logistic:.2f} %, {trial.seconds:.0f} s"
             f"{', kept' if trial.kept else ''}",
             flush=True,
         )
     show(trials)
+
+
+def changed(settings: list[str], change: list[str]) -> list[str]:
+    """Of a setting that is given twice the second counts, in the place of the first."""
+    values = dict(setting.partition("=")[::2] for setting in [*settings, *change])
+    return [f"{key}={value}" for key, value in values.items()]
 
 
 def attempt(recipe: str, settings: list[str], data: str, epochs: int) -> Trial:
@@ -125,22 +144,25 @@ def judge(weights: Path, data: str) -> tuple[float, float]:
 
 def identity(options: argparse.Namespace) -> dict[str, Any]:
     """What trials that can be compared have in common."""
+    settings = load_config(options.recipe).model_dump_json()
     return {
+        "recipe": hashlib.blake2b(settings.encode(), digest_size=4).hexdigest(),
         "data": source_name(options.data),
         "split": "validation, held out of the training images",
         "epochs": options.epochs,
+        "knn_k": K,
     }
 
 
 def records(trial: Trial, options: argparse.Namespace) -> list[Record]:
     protocol = identity(options) | {
-        "settings": " ".join(trial.settings),
+        "changes": trial.changes,
         "kept": trial.kept,
         "seconds": round(trial.seconds, 1),
     }
     work = f"tuning-{options.recipe}"
     return [
-        Record("knn_top1", trial.knn, "%", "xmoco", work, protocol | {"k": K}, 0),
+        Record("knn_top1", trial.knn, "%", "xmoco", work, protocol, 0),
         Record("logistic_top1", trial.logistic, "%", "xmoco", work, protocol, 0),
     ]
 
@@ -158,24 +180,27 @@ def known_trials(options: argparse.Namespace) -> dict[str, Trial]:
         and identity(options).items() <= line["protocol"].items()
     ]
     knn, logistic = (
-        {line["protocol"]["settings"]: line for line in same if line["measure"] == measure}
+        {line["protocol"]["changes"]: line for line in same if line["measure"] == measure}
         for measure in ("knn_top1", "logistic_top1")
     )
     return {
-        name: Trial(
-            name.split(), line["value"], logistic[name]["value"], line["protocol"]["seconds"]
+        changes: Trial(
+            [] if changes == NONE else changes.split(),
+            line["value"],
+            logistic[changes]["value"],
+            line["protocol"]["seconds"],
         )
-        for name, line in knn.items()
+        for changes, line in knn.items()
     }
 
 
 def show(trials: list[Trial]) -> None:
     table = Table(title="held-out images")
-    for heading in ("settings", "kNN", "logistic", "seconds", ""):
-        table.add_column(heading, justify="left" if heading == "settings" else "right")
+    for heading in ("changes", "kNN", "logistic", "seconds", ""):
+        table.add_column(heading, justify="left" if heading == "changes" else "right")
     for trial in trials:
         table.add_row(
-            " ".join(trial.settings) or "as it is",
+            trial.changes,
             f"{trial.knn:.2f} %",
             f"{trial.logistic:.2f} %",
             f"{trial.seconds:.0f}",
