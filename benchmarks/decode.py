@@ -4,8 +4,9 @@
 
 Photograph-like files of 500×375 are written to a temporary folder and brought to the device batch
 after batch, as training would have them: decoded by the host's threads and, where there is a GPU,
-decoded there. The two take turns; the median round counts. Of the GPU's way it is also told what
-each stage takes alone; in the pipeline they overlap. The records go to benchmarks/results.
+decoded there, with files read by threads or, as xmoco does it, by processes. These ways take turns;
+the median round counts. Of the GPU's way it is also told what each stage takes alone; in the
+pipeline they overlap. The records go to benchmarks/results.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from torch import Tensor
 from recipe import RESULTS
 from xmoco.config import DataConfig
 from xmoco.data import Batches, ImageSet, open_images
+from xmoco.data.decode import EncodedImage
 from xmoco.data.jpeg import PlainJpeg, decode_jpegs, plain_jpeg
 from xmoco.data.streaming import on_one_canvas
 from xmoco.records import Record, append_records
@@ -40,8 +42,8 @@ WARM_UP = 3
 """Batches that are not timed: the first ones are those read ahead."""
 
 
-class WithoutFiles(ImageSet):
-    """A set that keeps its files to itself, so that they are decoded by threads."""
+class DecodedByThreads(ImageSet):
+    """A set that keeps its files to itself, so that the threads decode them."""
 
     def __init__(self, images: ImageSet) -> None:
         self.name, self.labels, self.classes = images.name, images.labels, images.classes
@@ -55,6 +57,13 @@ class WithoutFiles(ImageSet):
 
     def where(self, index: int) -> str:
         return self._images.where(index)
+
+
+class ReadByThreads(DecodedByThreads):
+    """A set that does not tell where its files are, so that the threads read them."""
+
+    def encoded(self, index: int) -> EncodedImage | None:
+        return self._images.encoded(index)
 
 
 def main() -> None:
@@ -71,9 +80,9 @@ def main() -> None:
         size = sum(path.stat().st_size for path in Path(folder).iterdir())
         images = open_images(DataConfig(source=folder), "train")
         assert images is not None
-        ways = {"xmoco (threads)": WithoutFiles(images)}
+        ways: dict[str, ImageSet] = {"xmoco (threads decode)": DecodedByThreads(images)}
         if device.type == "cuda":
-            ways["xmoco"] = images
+            ways |= {"xmoco (threads read)": ReadByThreads(images), "xmoco": images}
         measure = partial(images_per_second, options.batch, options.readers, device)
         rounds = [
             {subject: measure(images) for subject, images in ways.items()}

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 from xmoco.config import DataConfig
 from xmoco.data.batches import Batch, Batches, at_positions, epoch_order, in_order, resident
 from xmoco.data.decode import UnreadableImage
+from xmoco.data.file_readers import FileReaders
 from xmoco.data.imagesets import EncodedImages, ImageSet, RaggedImages
 from xmoco.data.residency import LOOKED_AT
 from xmoco.data.sources import open_images
@@ -216,17 +218,35 @@ def assert_alike(one: Batch, other: Batch, mean: float) -> None:
     assert difference.mean() <= mean
 
 
+@pytest.mark.parametrize("processes", [True, False])
 def test_the_gpus_way_gives_the_threads_batches(
-    stand_in: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stand_in: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: bool
 ) -> None:
+    """Whether processes read the files for the threads or not."""
+    read = Mock(side_effect=FileReaders.read)
+    monkeypatch.setattr(FileReaders, "read", lambda *arguments: read(*arguments))
+    monkeypatch.setattr("xmoco.data.file_readers.POSSIBLE", processes)
     images = opened(write_mixture(tmp_path))
     by_gpu = list(in_order(images, 50, CPU, readers=3))
+    assert (read.call_count > 0) == processes
     assert sum(stand_in.calls) == 1 + 79  # one in advance; two thirds are plain, but one is cut off
     monkeypatch.undo()
     by_threads = list(in_order(images, 50, CPU, readers=3))
     assert len(by_gpu) == len(by_threads) == 3
     for one, other in zip(by_gpu, by_threads, strict=True):
         assert_alike(one, other, mean=0.2)
+
+
+def test_a_file_that_vanishes_is_replaced_by_the_next(
+    stand_in: SimpleNamespace, tmp_path: Path
+) -> None:
+    images = opened(write_mixture(tmp_path, 120, broken=0))
+    (tmp_path / "030.img.jpg").unlink()
+    unreadable = Unreadable(120)
+    (batch,) = in_order(images, 120, CPU, unreadable=unreadable)
+    assert batch.indices.tolist() == [*range(30), 31, *range(31, 120)]
+    ((where, why),) = unreadable
+    assert (Path(where).name, why) == ("030.img.jpg", "No such file or directory")
 
 
 def test_damage_found_by_the_gpu_is_treated_as_any_other(

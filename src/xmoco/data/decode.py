@@ -49,6 +49,13 @@ class EncodedImage(NamedTuple):
     short_side: int | None
 
 
+class ImageFile(NamedTuple):
+    """Where an image's file is on disk, and how ``decode_rgb`` is to shrink the image."""
+
+    path: str
+    short_side: int | None
+
+
 def decode_rgb(data: bytes, short_side: int | None = None) -> Tensor:
     """The image in ``data`` as a contiguous uint8 tensor (3, height, width).
 

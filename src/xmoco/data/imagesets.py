@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from xmoco.data.decode import EncodedImage, UnreadableImage, decode_rgb
+from xmoco.data.decode import EncodedImage, ImageFile, UnreadableImage, decode_rgb
 from xmoco.data.trees import Tree
 
 
@@ -37,6 +37,10 @@ class ImageSet(ABC):
 
     def encoded(self, index: int) -> EncodedImage | None:  # noqa: ARG002
         """The image's file, for who decodes it elsewhere, if there is one. Raises as ``read``."""
+        return None
+
+    def file(self, index: int) -> ImageFile | None:  # noqa: ARG002
+        """Where that file is, for who also reads it elsewhere, if it is one on disk."""
         return None
 
 
@@ -132,6 +136,10 @@ class EncodedImages(ImageSet):
             return EncodedImage(self._tree.read(self._paths[index]), self._short_side)
         except OSError as error:
             raise UnreadableImage(error.strerror or str(error)) from error
+
+    def file(self, index: int) -> ImageFile | None:
+        path = self._tree.file(self._paths[index])
+        return None if path is None else ImageFile(path, self._short_side)
 
     def where(self, index: int) -> str:
         return self._tree.where(self._paths[index])

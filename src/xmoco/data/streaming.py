@@ -4,9 +4,10 @@ Many threads read; one more puts the images of a batch together. Where they are 
 the device:
 
 - Away from CUDA the reading threads decode; the consumer takes the finished batch to the device.
-- On CUDA the threads only read, and tell plain JPEG files from others by their headers. The GPU
-  decodes the JPEG files of a batch together, on a stream of its own while training goes on; the
-  threads decode the others. The consumer gets a batch that lies ready on the device.
+- On CUDA the threads only have files read (``file_readers``), and tell plain JPEG files from others
+  by their headers. The GPU decodes the JPEG files of a batch together, on a stream of its own while
+  training goes on; the threads decode the others. The consumer gets a batch that lies ready on the
+  device.
 
 The consumer gets batches in order, whichever thread is first, and the next image in place of an
 unreadable one. At most ``READ_AHEAD`` batches are under way, so memory does not grow with the set.
@@ -17,14 +18,19 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from xmoco.data.decode import UnreadableImage, decode_rgb
+from xmoco.data import file_readers
+from xmoco.data.decode import EncodedImage, UnreadableImage, decode_rgb
+from xmoco.data.file_readers import FileReaders
 from xmoco.data.imagesets import ImageSet
 from xmoco.data.jpeg import PlainJpeg, decode_jpegs, nvjpeg_works, plain_jpeg
 from xmoco.data.unreadable import Unreadable
+
+T = TypeVar("T")
 
 READ_AHEAD = 3
 """Batches under way: one being put together, one or two being read."""
@@ -72,7 +78,12 @@ def streamed(
     assembler = ThreadPoolExecutor(1, "xmoco-assemble")
 
     def read(chosen: list[int]) -> list[_Reading]:
-        return [_read_or_next(images, index, unreadable.limit, decoding.read) for index in chosen]
+        return [
+            _read_or_next(images, index, unreadable.limit, decoding.read)
+            if image is None
+            else _Reading(image, index, [])
+            for index, image in zip(chosen, decoding.read_all(chosen), strict=True)
+        ]
 
     def assemble(parts: list[Future[list[_Reading]]]) -> _Assembled:
         return decoding.assemble([reading for part in parts for reading in part.result()])
@@ -97,6 +108,7 @@ def streamed(
         reader.shutdown(wait=False, cancel_futures=True)
         assembler.shutdown(wait=True, cancel_futures=True)
         reader.shutdown(wait=True)
+        decoding.close()
 
 
 @dataclass(frozen=True)
@@ -127,6 +139,13 @@ class _ByThreads:
         """For the reading threads."""
         return self.images.read(index)
 
+    def read_all(self, indices: list[int]) -> list[Tensor | PlainJpeg | None]:
+        """For the reading threads: several images, none where one is unreadable."""
+        return [_readable(self.read, index) for index in indices]
+
+    def close(self) -> None:
+        """When all threads have ended."""
+
     def assemble(self, readings: list[_Reading]) -> _Assembled:
         """For the assembling thread."""
         failures = [failure for reading in readings for failure in reading.failures]
@@ -156,15 +175,32 @@ class _ByGpu(_ByThreads):
         super().__init__(images, device)
         self.failures_allowed = failures_allowed
         self.takes_jpeg = nvjpeg_works(device)
+        self.files = FileReaders()
         # Before the kernels of training, which are many and long, these few must not queue.
         self.stream = torch.cuda.Stream(device, priority=-1)
 
     def read(self, index: int) -> Tensor | PlainJpeg:
         file = self.images.encoded(index)
-        if file is None:
-            return self.images.read(index).pin_memory()
+        return self.images.read(index).pin_memory() if file is None else self._look_at(file)
+
+    def read_all(self, indices: list[int]) -> list[Tensor | PlainJpeg | None]:
+        files = [file for index in indices if (file := self.images.file(index)) is not None]
+        if not file_readers.POSSIBLE or len(files) < len(indices):
+            return super().read_all(indices)
+        contents = self.files.read([file.path for file in files])
+        return [
+            None
+            if isinstance(content, OSError)
+            else _readable(self._look_at, EncodedImage(content, file.short_side))
+            for content, file in zip(contents, files, strict=True)
+        ]
+
+    def _look_at(self, file: EncodedImage) -> Tensor | PlainJpeg:
         jpeg = plain_jpeg(file) if self.takes_jpeg else None
         return decode_rgb(*file).pin_memory() if jpeg is None else jpeg
+
+    def close(self) -> None:
+        self.files.close()
 
     def assemble(self, readings: list[_Reading]) -> _Assembled:
         with torch.cuda.stream(self.stream):
@@ -201,6 +237,13 @@ def _decoding(images: ImageSet, device: torch.device, failures_allowed: int) -> 
     if device.type == "cuda":
         return _ByGpu(images, device, failures_allowed)
     return _ByThreads(images, device)
+
+
+def _readable(read: Callable[[T], Tensor | PlainJpeg], what: T) -> Tensor | PlainJpeg | None:
+    try:
+        return read(what)
+    except UnreadableImage:
+        return None
 
 
 def _read_or_next(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from xmoco.data.batches import epoch_order
-from xmoco.data.decode import EncodedImage
+from xmoco.data.decode import EncodedImage, ImageFile
 from xmoco.data.imagesets import ArrayImages, ImageSet, RaggedImages
 from xmoco.errors import UserError
 
@@ -30,6 +30,9 @@ class Subset(ImageSet):
 
     def encoded(self, index: int) -> EncodedImage | None:
         return self._images.encoded(self._positions[index])
+
+    def file(self, index: int) -> ImageFile | None:
+        return self._images.file(self._positions[index])
 
     def where(self, index: int) -> str:
         return self._images.where(self._positions[index])
@@ -55,6 +58,10 @@ class Joined(ImageSet):
     def encoded(self, index: int) -> EncodedImage | None:
         images, position = self._place(index)
         return images.encoded(position)
+
+    def file(self, index: int) -> ImageFile | None:
+        images, position = self._place(index)
+        return images.file(position)
 
     def where(self, index: int) -> str:
         images, position = self._place(index)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 from weakref import WeakValueDictionary, finalize
 
+from xmoco.data.file_server import read_file
 from xmoco.errors import UserError
 
 IMAGE_EXTENSIONS = (
@@ -26,9 +27,6 @@ IMAGE_EXTENSIONS = (
 
 _NOT_DATA = "__MACOSX"
 """Where macOS keeps resource forks in archives, under the names of the images they belong to."""
-
-_USUAL_BYTES = 2**18
-"""Most images are smaller, and read at once."""
 
 _COMPRESSED: dict[bytes, Callable[[Path], io.BufferedIOBase]] = {
     b"\x1f\x8b": gzip.GzipFile,
@@ -52,6 +50,10 @@ class Tree(ABC):
     @abstractmethod
     def read(self, path: str) -> bytes: ...
 
+    def file(self, path: str) -> str | None:  # noqa: ARG002
+        """Where the file is on disk, if it is one of its own."""
+        return None
+
     @abstractmethod
     def where(self, path: str) -> str:
         """How to find the file, for messages."""
@@ -73,7 +75,10 @@ class FolderTree(Tree):
         return (self._root / path).is_file()
 
     def read(self, path: str) -> bytes:
-        return _content(self._root / path)
+        return read_file(self._root / path)
+
+    def file(self, path: str) -> str:
+        return str(self._root / path)
 
     def where(self, path: str) -> str:
         return printable(str(self._root / path))
@@ -147,19 +152,6 @@ def _images_below(folder: str, inside: str) -> Iterator[str]:
                     yield from _images_below(entry.path, f"{inside}{entry.name}/")
             elif _is_image(entry.name):
                 yield inside + entry.name
-
-
-def _content(path: Path) -> bytes:
-    """All bytes of a file, in four calls of the system for most.
-
-    ``Path.read_bytes`` makes nearly twice as many. Each gives up Python's lock for a moment, and
-    where many threads read, getting it back takes longer than the call: training waits for it too.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        return b"".join(iter(lambda: os.read(descriptor, _USUAL_BYTES), b""))
-    finally:
-        os.close(descriptor)
 
 
 def _contains(link: str, folder: str) -> bool:

@@ -1,0 +1,102 @@
+"""Processes that read files for this one.
+
+Threads could do it, and do on systems that are not Unix. But a thread takes and gives up Python's
+lock several times for every file, and so many files are read that training, which needs the lock to
+launch its kernels, would wait for it as long as for the GPU. A process has a lock of its own. What
+it has read comes through a socket, many files at a time, outside the lock.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from xmoco.data import file_server
+from xmoco.data.file_server import packed, read_file, received, unpacked
+
+POSSIBLE = os.name == "posix" and bool(sys.executable)
+
+Content = bytes | OSError
+
+
+class FileReaders:
+    """As many reading processes as threads ask at the same time, started when they do."""
+
+    def __init__(self) -> None:
+        self._idle: SimpleQueue[_FileReader] = SimpleQueue()
+        self._all: list[_FileReader] = []
+
+    def close(self) -> None:
+        """To be called when no thread reads any more."""
+        for reader in self._all:
+            reader.close()
+
+    def read(self, paths: Sequence[str]) -> list[Content]:
+        """The bytes of each file, or why it cannot be read."""
+        try:
+            reader = self._idle.get_nowait()
+        except Empty:
+            reader = _FileReader()
+            self._all.append(reader)
+        try:
+            contents = reader.read(paths)
+        except _GoneError:  # killed for want of memory, perhaps; its work is done here
+            return [_read_here(path) for path in paths]
+        self._idle.put(reader)
+        return contents
+
+
+class _GoneError(Exception):
+    """The process has ended."""
+
+
+class _FileReader:
+    """One process. It ends when its connection is closed, so it never outlives this one."""
+
+    def __init__(self) -> None:
+        self._connection, its_end = socket.socketpair()
+        with its_end:
+            # Isolated: it imports nothing but the standard library. A group of its own: the
+            # keyboard's interrupt is not for it.
+            command = [sys.executable, "-I", "-S", str(Path(file_server.__file__))]
+            self._process = subprocess.Popen(
+                command, stdin=its_end.fileno(), start_new_session=True
+            )
+
+    def read(self, paths: Sequence[str]) -> list[Content]:
+        request = b"\0".join(map(os.fsencode, paths))
+        try:
+            self._connection.sendall(packed([len(request)]) + request)
+            lengths = unpacked(self._receive(8 * len(paths)))
+            content = self._receive(sum(max(length, 0) for length in lengths))
+        except OSError as error:
+            raise _GoneError from error
+        contents: list[Content] = []
+        begin = 0
+        for length in lengths:
+            if length < 0:
+                contents.append(OSError(-length, os.strerror(-length)))
+            else:
+                contents.append(bytes(memoryview(content)[begin : begin + length]))
+                begin += length
+        return contents
+
+    def _receive(self, length: int) -> bytearray:
+        content = received(self._connection, length)
+        if len(content) < length:
+            raise _GoneError
+        return content
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.wait()
+
+
+def _read_here(path: str) -> Content:
+    try:
+        return read_file(path)
+    except OSError as error:
+        return error

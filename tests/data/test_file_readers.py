@@ -1,0 +1,102 @@
+"""Files read by other processes: contents, errors, and processes that come and go."""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from xmoco.data.file_readers import FileReaders
+from xmoco.data.file_server import READ_AT_ONCE, read_file
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="threads read there")
+
+
+@pytest.fixture
+def readers() -> Iterator[FileReaders]:
+    readers = FileReaders()
+    yield readers
+    readers.close()
+
+
+def write(folder: Path, contents: list[bytes]) -> list[str]:
+    paths = [folder / str(number) for number in range(len(contents))]
+    for path, content in zip(paths, contents, strict=True):
+        path.write_bytes(content)
+    return [str(path) for path in paths]
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(contents=st.lists(st.binary(max_size=50), min_size=1, max_size=10))
+def test_contents_come_whole_and_in_order(
+    readers: FileReaders, tmp_path: Path, contents: list[bytes]
+) -> None:
+    assert readers.read(write(tmp_path, contents)) == contents
+
+
+def test_large_files(readers: FileReaders, tmp_path: Path) -> None:
+    """Longer than what is read, or goes through a socket, at once."""
+    sizes = (READ_AT_ONCE - 1, READ_AT_ONCE, 0, 20 * READ_AT_ONCE + 7)
+    contents = [os.urandom(size) for size in sizes]
+    paths = write(tmp_path, contents)
+    assert readers.read(paths) == contents
+    assert [read_file(path) for path in paths] == contents
+
+
+def test_what_cannot_be_read_is_told_apart(readers: FileReaders, tmp_path: Path) -> None:
+    (path,) = write(tmp_path, [b"content"])
+    content, missing, folder, again = readers.read([path, f"{path}.not", str(tmp_path), path])
+    assert content == again == b"content"
+    assert isinstance(missing, FileNotFoundError)
+    assert isinstance(folder, IsADirectoryError)
+    assert missing.strerror == "No such file or directory"
+
+
+def test_names_may_hold_anything(readers: FileReaders, tmp_path: Path) -> None:
+    names = ["ä b\n", os.fsdecode(b"\xff.jpg"), "x" * 200]
+    paths = [str(tmp_path / name) for name in names]
+    for path, name in zip(paths, names, strict=True):
+        Path(path).write_bytes(os.fsencode(name))
+    assert readers.read(paths) == [os.fsencode(name) for name in names]
+
+
+def test_relative_paths_are_as_here(
+    readers: FileReaders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("here").write_bytes(b"found")
+    assert readers.read(["here"]) == [b"found"]
+
+
+def test_threads_do_not_get_each_others_files(readers: FileReaders, tmp_path: Path) -> None:
+    contents = [os.urandom(10_000) for _ in range(40)]
+    paths = write(tmp_path, contents)
+    with ThreadPoolExecutor(4) as pool:
+        for number, (content,) in enumerate(pool.map(lambda p: readers.read([p]), paths * 5)):
+            assert content == contents[number % 40]
+    assert 1 <= len(readers._all) <= 4
+
+
+def test_a_process_that_is_killed_is_replaced(readers: FileReaders, tmp_path: Path) -> None:
+    paths = write(tmp_path, [b"one", b"two"])
+    assert readers.read(paths) == [b"one", b"two"]
+    (first,) = readers._all
+    first._process.kill()
+    first._process.wait()
+    (content, error) = readers.read([paths[0], f"{paths[1]}.not"])
+    assert content == b"one"
+    assert isinstance(error, FileNotFoundError)
+    assert readers.read(paths) == [b"one", b"two"]
+    assert len(readers._all) == 2
+
+
+def test_processes_end_when_closed(tmp_path: Path) -> None:
+    readers = FileReaders()
+    readers.read(write(tmp_path, [b"x"]))
+    (reader,) = readers._all
+    assert reader._process.poll() is None
+    readers.close()
+    assert reader._process.returncode == 0
