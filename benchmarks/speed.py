@@ -4,20 +4,25 @@
     python benchmarks/speed.py photographs            # writes JPEG files of 500×375 to train on
     python benchmarks/speed.py demo                   # on the CPU
 
-The contenders take turns in one process, a few steps each; the median round counts. All train the
-same network on the same images with views of the same settings. On a GPU they are lightly, if it is
-installed, and ``encoder only``: the compiled network with nothing around it, forward and backward
-for the queries, forward for the keys. On the CPU they are torchvision's transforms in a DataLoader.
-``--stages`` also tells where the time of a step goes.
+The contenders take turns, a few steps each; the median round counts. All train the same network on
+the same images with views of the same settings. On a GPU they share a process and are lightly, if
+it is installed, and ``encoder only``: the compiled network with nothing around it, forward and
+backward for the queries, forward for the keys. On the CPU each has a process of its own, since how
+xmoco starts up (threads, memory) is part of its speed and not the others'. The rival is plain
+PyTorch with views from torchvision's transforms in a DataLoader; ``our step`` is the same with
+xmoco's start-up and steps, so that what is left between it and xmoco are the views.
+``--stages`` also tells where the time of a step goes, its stages one after the other.
 """
 
 import argparse
 import contextlib
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,8 +34,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from decode import write_photographs
+from own_process import InItsOwnProcess
 from recipe import RESULTS
-from torchvision_loop import TorchvisionLoop
+from torchvision_loop import TorchvisionLoop, our_steps, plain_steps
 from xmoco.config import Config
 from xmoco.data import ArrayImages, Batches, ImageSet, open_images
 from xmoco.methods import build_method
@@ -207,7 +213,7 @@ def race(options: argparse.Namespace, folder: Path) -> None:
     chosen = {name: makers[name] for name in options.only or makers}
     show(run_rounds(chosen, options.rounds, options.seconds), options)
     if options.stages:
-        ours = makers["xmoco"]()
+        ours = demo_run(folder) if options.work == "demo" else makers["xmoco"]()
         assert isinstance(ours, Ours)
         show_stages(stage_times(ours), config, options)
 
@@ -216,20 +222,39 @@ Makers = dict[str, Callable[[], Contender]]
 
 
 def on_the_cpu(folder: Path) -> tuple[Config, Makers]:
-    config = load_config("demo", ["device=cpu", "epochs=1000"])
-    images = open_images(config.data, "train")
-    assert images is not None
+    plain = dict(os.environ)
+    from xmoco import cli  # which sets what a process of xmoco is to find
 
-    def ours(name: str) -> Ours:
-        return Ours(config, images, new_folder(folder / name))
-
-    makers: Makers = {"xmoco": lambda: ours("xmoco")}
+    assert cli.app
+    ours = dict(os.environ)
+    makers: Makers = {"xmoco": partial(InItsOwnProcess, partial(demo_run, folder), ours)}
     for workers in (0, 1, 2):
         name = f"torchvision, {workers} workers"
-        makers[name] = lambda name=name, workers=workers: TorchvisionLoop(
-            ours(name).training, workers
-        )
-    return config, makers
+        makers[name] = partial(InItsOwnProcess, partial(torchvision_demo, workers), plain)
+    for workers in (0, 1, 2):
+        make = partial(torchvision_demo, workers, folder)
+        makers[f"our step, torchvision, {workers} workers"] = partial(InItsOwnProcess, make, ours)
+    return demo_config(), makers
+
+
+def demo_config() -> Config:
+    return load_config("demo", ["device=cpu", "epochs=1000"])
+
+
+def demo_run(folder: Path) -> Ours:
+    config = demo_config()
+    images = open_images(config.data, "train")
+    assert images is not None
+    return Ours(config, images, new_folder(folder / "demo"))
+
+
+def torchvision_demo(workers: int, folder: Path | None = None) -> TorchvisionLoop:
+    """With our steps if there is a ``folder`` for our run."""
+    config = demo_config()
+    images = open_images(config.data, "train")
+    assert images is not None
+    take = plain_steps(config) if folder is None else our_steps(demo_run(folder).training)
+    return TorchvisionLoop(config, decoded(images), take, workers)
 
 
 def on_a_gpu(options: argparse.Namespace, folder: Path) -> tuple[Config, Makers]:
@@ -286,45 +311,52 @@ class Outcome:
 
 
 def run_rounds(makers: Makers, rounds: int, seconds: float) -> dict[str, Outcome]:
-    """Alternate. Memory is what the GPU has less after a contender's first steps than before it."""
+    """Alternate. Contenders are made in the first round, and the memory of each is what the GPU has
+    less after its first turn than before it was made."""
     end = time.perf_counter() + seconds
     contenders: dict[str, Contender] = {}
     outcomes: dict[str, Outcome] = {}
     for name, make in makers.items():
         free = free_memory()
-        contender = None
         try:
-            contender = make()
-            with contender.turn():
-                if isinstance(contender, Ours):
-                    contender.steps(WARM_UP)
-                    contender.measure()
+            contender = warm(make())
+            outcome = Outcome(contender.config, contender.steps_of_a_round)
+            take_turn(contender, outcome)
         except torch.OutOfMemoryError:
             print(f"{name} does not fit", flush=True)
             continue
-        synchronise()
-        contenders[name] = contender
-        outcomes[name] = Outcome(contender.config, contender.steps_of_a_round)
-        outcomes[name].gib = (free - free_memory(now=True)) / 2**30
-        print(f"{name} is ready", flush=True)
-    for number in range(rounds):
+        outcome.gib = (free - free_memory(now=True)) / 2**30
+        contenders[name], outcomes[name] = contender, outcome
+        print(f"round 1: {name} {outcome.speeds[-1]:,.0f} images/s", flush=True)
+    for number in range(2, rounds + 1):
         if time.perf_counter() > end:
-            print(f"no time for more than {number} rounds", flush=True)
+            print(f"no time for round {number}", flush=True)
             break
-        for name, contender in contenders.items():
-            outcome = outcomes[name]
-            with contender.turn():
-                synchronise()
-                waited, started = contender.waited, time.perf_counter()
-                contender.steps(outcome.steps)
-                synchronise()
-                seconds = time.perf_counter() - started
-                waited = contender.waited - waited
-            speed = outcome.steps * outcome.config.train.batch / seconds
-            outcome.speeds.append(speed)
-            outcome.waiting.append(waited / seconds)
-            print(f"round {number + 1}: {name} {speed:,.0f} images/s", flush=True)
+        for name, outcome in outcomes.items():
+            take_turn(contenders[name], outcome)
+            print(f"round {number}: {name} {outcome.speeds[-1]:,.0f} images/s", flush=True)
     return outcomes
+
+
+def warm(contender: Contender) -> Contender:
+    if isinstance(contender, Ours):
+        contender.steps(WARM_UP)
+        contender.measure()
+        for log in contender.training.run.path.glob("train.log"):  # tells of a CUDA graph
+            print(log.read_text().strip(), flush=True)
+    return contender
+
+
+def take_turn(contender: Contender, outcome: Outcome) -> None:
+    with contender.turn():
+        synchronise()
+        waited, started = contender.waited, time.perf_counter()
+        contender.steps(outcome.steps)
+        synchronise()
+        seconds = time.perf_counter() - started
+        waited = contender.waited - waited
+    outcome.speeds.append(outcome.steps * outcome.config.train.batch / seconds)
+    outcome.waiting.append(waited / seconds)
 
 
 def synchronise() -> None:

@@ -1,10 +1,11 @@
 """The same method driven the usual way, to be raced by ``speed.py``.
 
 torchvision's transforms make the views, image by image, in the worker processes of a DataLoader.
+The steps are plain PyTorch's, or those of xmoco's trainer.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,9 +14,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
-from xmoco.config import ViewsConfig
+from xmoco.config import Config, ViewsConfig
 from xmoco.data import ArrayImages
+from xmoco.methods import build_method
 from xmoco.train.loop import Training
+
+TakeStep = Callable[[Tensor, Tensor], None]
 
 
 def transform(views: ViewsConfig) -> v2.Compose:
@@ -46,13 +50,41 @@ class TwoViews(Dataset[tuple[Tensor, Tensor]]):
         return self.transform(image), self.transform(image)
 
 
-class TorchvisionLoop:
-    """Takes the steps of ``training``, with views from a DataLoader instead of its own."""
+def plain_steps(config: Config) -> TakeStep:
+    """As anyone would write them."""
+    torch.manual_seed(config.train.seed)
+    method = build_method(config.model, config.method).to(memory_format=torch.channels_last)
+    method.train()
+    optim = config.optim
+    optimizer = torch.optim.SGD(
+        [p for p in method.parameters() if p.requires_grad],
+        optim.learning_rate * config.train.batch / 256,
+        momentum=optim.sgd_momentum,
+        weight_decay=optim.weight_decay,
+    )
 
-    def __init__(self, training: Training, workers: int) -> None:
-        config, images = training.config, training.batches.images
-        assert isinstance(images, ArrayImages)
-        self.config, self.training = config, training
+    def take(x_s: Tensor, x_t: Tensor) -> None:
+        optimizer.zero_grad()
+        method(x_s, x_t).loss.backward()
+        optimizer.step()
+        method.after_step()
+
+    return take
+
+
+def our_steps(training: Training) -> TakeStep:
+    def take(x_s: Tensor, x_t: Tensor) -> None:
+        training.stepper(x_s, x_t, training.rate(training.step))
+        training.step += 1
+
+    return take
+
+
+class TorchvisionLoop:
+    """Takes steps with views from a DataLoader."""
+
+    def __init__(self, config: Config, images: ArrayImages, take: TakeStep, workers: int) -> None:
+        self.config, self.take, self.workers = config, take, workers
         self.loader = DataLoader(
             TwoViews(images, config.views),
             batch_size=config.train.batch,
@@ -60,7 +92,6 @@ class TorchvisionLoop:
             drop_last=True,
             num_workers=workers,
         )
-        self.workers = workers
         self.waited = 0.0
 
     @contextmanager
@@ -85,8 +116,4 @@ class TorchvisionLoop:
             started = time.perf_counter()
             x_s, x_t = next(self.stream)
             self.waited += time.perf_counter() - started
-            channels_last = (
-                view.contiguous(memory_format=torch.channels_last) for view in (x_s, x_t)
-            )
-            self.training.stepper(*channels_last, self.training.rate(self.training.step))
-            self.training.step += 1
+            self.take(*(x.contiguous(memory_format=torch.channels_last) for x in (x_s, x_t)))

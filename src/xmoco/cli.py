@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 # torch's CPU threads spin while they wait; on a busy machine that makes every operation a hundred
-# times slower. A short spin costs nothing when the machine is free.
+# times slower. A short spin costs little when the machine is free: see ``nn/abreast.py``.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import typer

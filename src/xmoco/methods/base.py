@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from xmoco.config import MoCoConfig, ModelConfig
 from xmoco.losses import MoCoLoss
 from xmoco.losses.gauges import feature_gauges
+from xmoco.nn.abreast import both, has_halves, with_backward_abreast
 from xmoco.nn.batchnorm import (
     keys_in_other_processes,
     keys_in_split_groups,
@@ -48,6 +49,9 @@ class Method(nn.Module, ABC):
     def suit_gpu(self) -> None:
         """Change what a GPU would rather have otherwise; what is computed stays the same."""
 
+    def suit_cpu(self) -> None:
+        """The same for a CPU."""
+
     @property
     @abstractmethod
     def bank_fill(self) -> float:
@@ -69,6 +73,7 @@ class MomentumMethod(Method):
         self.momentum_encoder = momentum_copy(self.encoder)
         self.loss = loss
         self.stacked = False
+        self.abreast = False
 
     def suit_gpu(self) -> None:
         """Both views go through an encoder as one batch, their statistics still apart, and batch
@@ -78,6 +83,20 @@ class MomentumMethod(Method):
                 stack_views(encoder, views=2)
                 fuse_norms(encoder)
             self.stacked = True
+
+    def suit_cpu(self) -> None:
+        """The two encoders run at once, and then the ways back of the two views."""
+        self.abreast = has_halves()
+
+    def features(self, x_s: Tensor, x_t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """q_s and q_t of f, k_s and k_t of g."""
+        if not self.abreast:
+            return *self.queries(x_s, x_t), *self.keys(x_s, x_t)
+        queries, keys = both(lambda: self.queries(x_s, x_t), lambda: self.keys(x_s, x_t))
+        if torch.is_grad_enabled():
+            learned = [p for p in self.encoder.parameters() if p.requires_grad]
+            queries = with_backward_abreast(queries, learned)
+        return *queries, *keys
 
     def queries(self, x_s: Tensor, x_t: Tensor) -> tuple[Tensor, Tensor]:
         """q_s and q_t of f."""

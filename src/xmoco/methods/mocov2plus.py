@@ -13,6 +13,5 @@ class MoCoV2Plus(MomentumMethod):
         super().__init__(model, settings, loss)
 
     def forward(self, x_s: Tensor, x_t: Tensor, measure: bool = False) -> Step:
-        q_s, q_t = self.queries(x_s, x_t)
-        k_s, k_t = self.keys(x_s, x_t)
+        q_s, q_t, k_s, k_t = self.features(x_s, x_t)
         return self.contrast(q_s, q_t, k_s, k_t, measure)

@@ -27,8 +27,7 @@ class XMoCo(MomentumMethod):
     def forward(self, x_s: Tensor, x_t: Tensor, measure: bool = False) -> Step:
         # 1. Two random views of every image come in: source x_s and target x_t.
         # 2. The encoder f gives queries; the momentum encoder g gives keys, without gradient.
-        q_s, q_t = self.queries(x_s, x_t)
-        k_s, k_t = self.keys(x_s, x_t)
+        q_s, q_t, k_s, k_t = self.features(x_s, x_t)
         # 3. Two banks hold the last K keys of either side; slot j of both is the same image.
         # 4. P_s = softmax([q_s·k_t | q_s·B_t] / τ) and P_t = softmax([q_t·k_s | q_t·B_s] / τ).
         # 5. Soft labels: Y_s from P_s, Y_t from P_t, balanced over the banks by Sinkhorn.

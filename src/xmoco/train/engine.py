@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from xmoco.config import ModelConfig, RunConfig
 from xmoco.errors import UserError
+from xmoco.train.cpu import keep_memory
 
 
 def build_fabric(run: RunConfig) -> Fabric:
@@ -27,6 +28,8 @@ def build_fabric(run: RunConfig) -> Fabric:
         )
     # Batches keep their size, so it pays to let cuDNN try its algorithms once.
     torch.backends.cudnn.benchmark = device == "cuda"
+    if device == "cpu":
+        keep_memory()
     return Fabric(
         accelerator=device,
         devices=run.devices,

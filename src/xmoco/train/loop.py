@@ -76,6 +76,8 @@ class Training:
         self.name_unreadable()
         if self.fabric.device.type == "cuda":
             self.method.suit_gpu()
+        elif self.fabric.device.type == "cpu":
+            self.method.suit_cpu()
         self.method.to(memory_format=torch.channels_last)
         learned = [p for p in self.method.parameters() if p.requires_grad]
         optimizer = torch.optim.SGD(
@@ -83,7 +85,7 @@ class Training:
             self.peak_rate,
             momentum=optim.sgd_momentum,
             weight_decay=optim.weight_decay,
-            fused=self.fabric.device.type == "cuda",
+            fused=self.fabric.device.type in ("cpu", "cuda"),
         )
         model, self.optimizer = self.fabric.setup(self.method, optimizer)
         self.stepper = build_stepper(

@@ -1,0 +1,165 @@
+"""Two halves of the CPU do what one after the other would, value by value and bit by bit."""
+
+import copy
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from xmoco.config import MoCoV2PlusConfig, ModelConfig, XMoCoConfig
+from xmoco.methods import build_method
+from xmoco.methods.base import MomentumMethod
+from xmoco.nn.abreast import both, has_halves, with_backward_abreast
+
+MODEL = ModelConfig(
+    backbone="tiny",
+    stem="cifar",
+    head_layers=2,
+    head_hidden=32,
+    feature_size=16,
+    batch_norm="split",
+    batch_norm_groups=4,
+)
+
+
+@pytest.fixture
+def four_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_both_run_at_the_same_time() -> None:
+    meeting = threading.Barrier(2)  # which neither passes alone
+    places = both(lambda: meeting.wait(timeout=10), lambda: meeting.wait(timeout=10))
+    assert sorted(places) == [0, 1]
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_each_has_half_of_the_threads_and_others_keep_theirs() -> None:
+    assert has_halves()
+    assert both(torch.get_num_threads, torch.get_num_threads) == (2, 2)
+    assert torch.get_num_threads() == 4
+    found: list[int] = []
+    newcomer = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    newcomer.start()
+    newcomer.join()
+    assert found == [4]
+    assert both(torch.get_num_threads, torch.get_num_threads) == (2, 2)
+
+
+def test_an_odd_number_of_threads_has_no_halves() -> None:
+    before = torch.get_num_threads()
+    for threads, halves in ((1, False), (3, False), (2, True)):
+        torch.set_num_threads(threads)
+        assert has_halves() is halves
+    torch.set_num_threads(before)
+
+
+def test_gradients_and_precision_are_the_callers() -> None:
+    a, b = torch.randn(2, 4, 4).unbind()
+
+    def settings() -> tuple[bool, torch.dtype]:
+        return torch.is_grad_enabled(), (a @ b).dtype
+
+    assert both(settings, settings) == ((True, torch.float32),) * 2
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert both(settings, settings) == ((False, torch.bfloat16),) * 2
+    assert both(settings, settings) == ((True, torch.float32),) * 2
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_error_of_either_comes_out(place: int) -> None:
+    def fail() -> None:
+        raise ValueError("no such thing")
+
+    works = [lambda: None, lambda: None]
+    works[place] = fail
+    with pytest.raises(ValueError, match="no such thing"):
+        both(*works)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes do not fork here")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_has_halves_of_its_own() -> None:
+    both(int, int)
+    child = os.fork()
+    if child == 0:
+        os._exit(both(lambda: 3, lambda: 4) != (3, 4))
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_gradients_of_both_passes_add_up() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    reference = copy.deepcopy(network)
+    x, y = torch.randn(2, 6, 5, dtype=torch.float64).unbind()
+
+    def loss(first: Tensor, second: Tensor) -> Tensor:
+        return (first * second.exp()).sum() + second.square().sum()
+
+    loss(reference(x), reference(y)).backward()
+    outputs = both(lambda: network(x), lambda: network(y))
+    loss(*with_backward_abreast(outputs, network.parameters())).backward()
+    for mine, wanted in zip(network.parameters(), reference.parameters(), strict=True):
+        assert_close(mine.grad, wanted.grad)
+
+
+def trained(method: MomentumMethod, steps: int) -> list[float]:
+    optimiser = torch.optim.SGD(method.encoder.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        x_s, x_t = torch.randn(2, 16, 3, 8, 8, generator=generator).unbind()
+        loss = method(x_s, x_t).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        method.after_step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("groups", ["split", "plain"])
+@pytest.mark.parametrize(
+    "settings",
+    [XMoCoConfig(bank_length=24, key_momentum=0.9), MoCoV2PlusConfig(bank_length=24)],
+    ids=["xmoco", "mocov2plus"],
+)
+def test_training_is_the_same_bit_for_bit(
+    settings: XMoCoConfig | MoCoV2PlusConfig, groups: str
+) -> None:
+    """Where either way has one thread for an operation, so that sums add up in the same order."""
+    torch.manual_seed(0)
+    plain = build_method(MODEL.model_copy(update={"batch_norm": groups}), settings)
+    assert isinstance(plain, MomentumMethod)
+    abreast = copy.deepcopy(plain)
+    abreast.abreast = True
+    assert trained(abreast, 6) == trained(plain, 6)
+    states = (abreast.state_dict(), plain.state_dict())
+    for name, value in states[1].items():
+        if isinstance(value, Tensor):
+            assert torch.equal(states[0][name], value), name
+
+
+def test_without_gradients_nothing_is_kept_for_them() -> None:
+    method = build_method(MODEL, XMoCoConfig(bank_length=24))
+    assert isinstance(method, MomentumMethod)
+    method.abreast = True
+    with torch.no_grad():
+        features = method.features(*torch.randn(2, 8, 3, 8, 8).unbind())
+    assert not any(feature.requires_grad for feature in features)
+
+
+@pytest.mark.usefixtures("four_threads")
+def test_a_cpu_run_goes_abreast_where_there_are_halves() -> None:
+    method = build_method(MODEL, XMoCoConfig(bank_length=24))
+    assert isinstance(method, MomentumMethod)
+    assert not method.abreast
+    method.suit_cpu()
+    assert method.abreast
