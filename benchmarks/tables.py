@@ -49,8 +49,8 @@ RACE = (
     "The contenders train the same network on the same images and take turns; the median round "
     "counts. The encoder alone, with nothing around it, is a bound: no images, views, loss or "
     "optimiser. On the CPU, the rivals are plain PyTorch with torchvision's views in a DataLoader; "
-    "`our step` is the same with xmoco's steps and start-up, so that the rest is what xmoco's views "
-    "save. `waiting` is the share of time without images."
+    "`our step` is the same with xmoco's steps and start-up, so that the rest is what the views of "
+    "xmoco save. `waiting` is the share of time without images."
 )
 
 SETTINGS = (
