@@ -393,7 +393,7 @@ def test_speeds_stand_beside_lightly_and_above_their_stages(
     tables: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     speed = importlib.import_module("speed")
-    config = load_config("cifar10")
+    config = load_config("cifar10", ["batch=512"])
     options = SimpleNamespace(work="cifar10", results=tmp_path)
 
     def race(**speeds_and_gib: tuple[float, float]) -> None:
