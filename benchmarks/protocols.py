@@ -99,25 +99,26 @@ def judge(options: argparse.Namespace) -> None:
         )
         return [record]
 
-    measures: list[Callable[[], list[Record]]] = [
-        lambda: evaluate_knn(weights, data, place=precise, listener=log),
-        lambda: transfer("frozen"),
-        lambda: finetune(0.01),
-        lambda: finetune(0.1),
-        lambda: finetune(1.0),
-        lambda: transfer("end-to-end"),
-        lambda: linear("paper"),
-        lambda: linear("moco"),
-    ]
-    for measure in measures:
+    measures: dict[str, Callable[[], list[Record]]] = {
+        "knn": lambda: evaluate_knn(weights, data, place=precise, listener=log),
+        "frozen": lambda: transfer("frozen"),
+        "finetune-1": lambda: finetune(0.01),
+        "finetune-10": lambda: finetune(0.1),
+        "finetune-100": lambda: finetune(1.0),
+        "end-to-end": lambda: transfer("end-to-end"),
+        "linear-paper": lambda: linear("paper"),
+        "linear-moco": lambda: linear("moco"),
+    }
+    for name in options.only or measures:
+        measure = measures[name]
         started = time.perf_counter()
         records = measure()
         seconds = round(time.perf_counter() - started, 1)
         for record in records:
             record.protocol["seconds"] = seconds
-            name = record.protocol.get("name", f"kNN, k {record.protocol.get('k')}")
+            how = record.protocol.get("name", f"kNN, k {record.protocol.get('k')}")
             print(
-                f"{record.subject:12} {record.measure:20} {record.value:6.2f} %  {name}", flush=True
+                f"{record.subject:12} {record.measure:20} {record.value:6.2f} %  {how}", flush=True
             )
         append_records(path, records)
 
@@ -141,6 +142,7 @@ def main() -> None:
             command.add_argument("weights")
             command.add_argument("--transfer", required=True, help="other labelled images")
             command.add_argument("--out", type=Path, help="file of records")
+            command.add_argument("--only", nargs="+", help="some of the protocols")
     options = parser.parse_args()
     options.function(options)
 
