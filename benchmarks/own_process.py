@@ -3,6 +3,7 @@
 Only one works at a time: the others wait for a word over their pipes.
 """
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -21,6 +22,7 @@ class InItsOwnProcess:
         with _environment(environment):
             context.Process(target=_serve, args=(make, theirs, usual)).start()
         theirs.close()
+        atexit.register(self.pipe.close)  # or it would be waited for, should another one fail
         self.config, self.steps_of_a_round = self.pipe.recv()
         self.waited = 0.0
 

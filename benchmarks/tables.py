@@ -54,10 +54,10 @@ RACE = (
 )
 
 SETTINGS = (
-    *("data", "size", "epoch", "k", "name", "label_fraction", "set"),
-    *("device", "precision", "launch", "stage", "recipe", "changes"),
+    *("data", "size", "epoch", "epochs", "k", "name", "label_fraction", "set"),
+    *("device", "precision", "launch", "stage", "recipe", "changes", "seed"),
 )
-"""Of a protocol: records that differ in one of these measure different things."""
+"""Of a protocol, and the seed: records that differ in one of these measure different things."""
 LONGEST_FACT = 80
 
 
@@ -282,11 +282,11 @@ def plain_table(file: Path, records: Sequence[Record]) -> str:
     of whom."""
 
     def settings(record: Record, keys: Iterable[str]) -> list[str]:
-        protocol = record["protocol"]
-        return [protocol_fact(key, protocol[key]) for key in keys if key in protocol]
+        known = record["protocol"] | {"seed": record["seed"]}
+        return [protocol_fact(key, known[key]) for key in keys if key in known]
 
     def row(record: Record) -> tuple[str, ...]:
-        return by_work(record), *settings(record, SETTINGS), f"seed {record['seed']}"
+        return by_work(record), *settings(record, SETTINGS)
 
     def column(record: Record) -> tuple[str, str]:
         return by_subject(record), record["measure"].replace("_", " ")

@@ -74,6 +74,10 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_intermixed_args()
 
+    for change in options.changes:
+        load_config(
+            options.recipe, [*options.base.split(), *change.split()]
+        )  # a mistake is told now
     started = time.perf_counter()
     known = known_trials(options)
     trials: list[Trial] = []

@@ -437,6 +437,7 @@ def test_the_rest_is_on_a_page_of_its_own(tables: ModuleType, tmp_path: Path) ->
         Record("fluffiness", 12345.6, "hairs", "cat", "fur", {}, seed=3),
         Record("weight", 4, "kg", "cat", "fur", {}, seed=3),
         Record("weight", 9, "kg", "dog", "fur", {}, seed=3),
+        Record("weight", 8, "kg", "dog", "fur", {}, seed=4),
     ]
     append_records(tmp_path / "speed.jsonl", strange)
     text = tables.measurements_page(tmp_path)
@@ -446,8 +447,9 @@ def test_the_rest_is_on_a_page_of_its_own(tables: ModuleType, tmp_path: Path) ->
     assert "| loss-512 | launch graph | 2.000 ms |\n" in loss_part
     assert "9.000" not in loss_part
     assert "\n\nloss ms; xmoco; batch 512; k 10, 20; seed 0; " in loss_part
-    assert "| work | cat: fluffiness | cat: weight | dog: weight |\n" in speed_part
-    assert "| fur | 12,346 hairs | 4.000 kg | 9.000 kg |\n\nseed 3; " in speed_part
+    assert "| work | settings | cat: fluffiness | cat: weight | dog: weight |\n" in speed_part
+    assert "| fur | seed 3 | 12,346 hairs | 4.000 kg | 9.000 kg |\n" in speed_part
+    assert "| fur | seed 4 |  |  | 8.000 kg |\n" in speed_part
     assert tables.speed_tables(tmp_path) == ""
 
 

@@ -222,7 +222,12 @@ class RunConfig(Section):
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="Arithmetic of the encoders: `auto` is bf16 on CUDA, fp32 elsewhere."
     )
-    readers: int = Field(8, ge=1, description="Threads that read and decode images per process.")
+    readers: int = Field(
+        8,
+        ge=1,
+        description="Threads of each process that read images and decode what no GPU does; on "
+        "CUDA each has a small process read for it.",
+    )
 
 
 class Config(Section):

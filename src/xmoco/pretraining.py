@@ -57,6 +57,8 @@ def pretrain(
 ) -> RunResult:
     """Train a backbone on images and return where everything is.
 
+    On a CPU, memory that the process frees stays with it from then on, for the next step to use.
+
     Args:
         recipe: a recipe's name (``demo``, ``cifar10`` …) or a yaml file; none for plain defaults.
         data: a folder, a tar archive, or a known set; replaces the recipe's.

@@ -1,6 +1,8 @@
 """Files read by other processes: contents, errors, and processes that come and go."""
 
 import os
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -80,7 +82,7 @@ def test_threads_do_not_get_each_others_files(readers: FileReaders, tmp_path: Pa
     assert 1 <= len(readers._all) <= 4
 
 
-def test_a_process_that_is_killed_is_replaced(readers: FileReaders, tmp_path: Path) -> None:
+def test_where_a_process_is_killed_this_one_reads(readers: FileReaders, tmp_path: Path) -> None:
     paths = write(tmp_path, [b"one", b"two"])
     assert readers.read(paths) == [b"one", b"two"]
     (first,) = readers._all
@@ -90,7 +92,40 @@ def test_a_process_that_is_killed_is_replaced(readers: FileReaders, tmp_path: Pa
     assert content == b"one"
     assert isinstance(error, FileNotFoundError)
     assert readers.read(paths) == [b"one", b"two"]
-    assert len(readers._all) == 2
+    assert len(readers._all) == 1
+
+
+@pytest.mark.parametrize("program", ["/there/is/no/python", "/bin/true"])
+def test_where_none_can_be_started_this_one_reads(
+    readers: FileReaders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    monkeypatch.setattr("sys.executable", program)
+    paths = write(tmp_path, [b"one", b"two"])
+    for _ in range(3):
+        assert readers.read(paths) == [b"one", b"two"]
+    assert len(readers._all) <= 1
+
+
+def test_nothing_is_asked_of_them_for_no_files(readers: FileReaders, tmp_path: Path) -> None:
+    assert readers.read([]) == []
+    assert readers.read(write(tmp_path, [b"one"])) == [b"one"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_does_not_keep_them_alive(tmp_path: Path) -> None:
+    readers = FileReaders()
+    readers.read(write(tmp_path, [b"x"]))
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        started = time.monotonic()
+        readers.close()
+        assert time.monotonic() - started < 30
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_processes_end_when_closed(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tarfile
 import time
 from contextlib import closing
 from itertools import islice
@@ -225,16 +226,48 @@ def test_the_gpus_way_gives_the_threads_batches(
     """Whether processes read the files for the threads or not."""
     read = Mock(side_effect=FileReaders.read)
     monkeypatch.setattr(FileReaders, "read", lambda *arguments: read(*arguments))
+    started = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *a, **o: started.append(popen(*a, **o)) or started[-1]
+    )
     monkeypatch.setattr("xmoco.data.file_readers.POSSIBLE", processes)
     images = opened(write_mixture(tmp_path))
     by_gpu = list(in_order(images, 50, CPU, readers=3))
-    assert (read.call_count > 0) == processes
+    assert (read.call_count > 0) == bool(started) == processes
+    assert all(process.poll() == 0 for process in started)  # they ended with the last batch
     assert sum(stand_in.calls) == 1 + 79  # one in advance; two thirds are plain, but one is cut off
     monkeypatch.undo()
     by_threads = list(in_order(images, 50, CPU, readers=3))
     assert len(by_gpu) == len(by_threads) == 3
     for one, other in zip(by_gpu, by_threads, strict=True):
         assert_alike(one, other, mean=0.2)
+
+
+def test_large_images_are_shrunk_alike(stand_in: SimpleNamespace, tmp_path: Path) -> None:
+    for index, kind in enumerate(("JPEG", "PNG", "JPEG")):
+        data = encoded(photograph(100, 80 + index, seed=index), kind=kind)
+        (tmp_path / f"{index}.img.jpg").write_bytes(data)
+    images = opened(tmp_path)
+    (batch,) = in_order(images, 3, CPU)
+    assert batch.sizes.tolist() == [list(images.read(index).shape[1:]) for index in range(3)]
+    assert batch.sizes.amin(1).tolist() == [32] * 3
+
+
+def test_files_and_others_share_a_batch(stand_in: SimpleNamespace, tmp_path: Path) -> None:
+    """Those of an archive are nowhere on disk."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    images = opened(write_mixture(folder, 12, broken=0))
+    with tarfile.open(tmp_path / "archive.tar", "w") as archive:
+        archive.add(folder, "folder")
+    both = joined(images, opened(tmp_path / "archive.tar"))
+    order = torch.tensor([0, 12, 1, 13, 14, 2, 23, 11])
+    batch = at_positions(both, order, CPU)
+    for place, position in enumerate((order % 12).tolist()):
+        high, wide = batch.sizes[place].tolist()
+        wanted = at_positions(images, torch.tensor([position]), CPU).images[0]
+        assert torch.equal(batch.images[place, :, :high, :wide], wanted)
 
 
 def test_a_file_that_vanishes_is_replaced_by_the_next(

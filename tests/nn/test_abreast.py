@@ -3,6 +3,7 @@
 import copy
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -108,6 +109,29 @@ def test_gradients_of_both_passes_add_up() -> None:
     loss(*with_backward_abreast(outputs, network.parameters())).backward()
     for mine, wanted in zip(network.parameters(), reference.parameters(), strict=True):
         assert_close(mine.grad, wanted.grad)
+
+
+def test_passes_are_forgotten_once_gone_back_through() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    first, second = weight * 2, weight * 3
+    passes = [weakref.ref(first), weakref.ref(second)]
+    outputs = with_backward_abreast((first, second), [weight])
+    del first, second
+    loss = torch.stack(outputs).sum()
+    assert all(output() is not None for output in passes)
+    loss.backward()
+    assert all(output() is None for output in passes)
+
+
+def test_parameters_may_be_frozen() -> None:
+    torch.manual_seed(0)
+    method = build_method(MODEL, XMoCoConfig(bank_length=24))
+    assert isinstance(method, MomentumMethod)
+    method.abreast = True
+    frozen = method.encoder.backbone.conv1.weight.requires_grad_(False)
+    method(*torch.randn(2, 16, 3, 8, 8).unbind()).loss.backward()
+    assert frozen.grad is None
+    assert all(p.grad is not None for p in method.encoder.parameters() if p is not frozen)
 
 
 def trained(method: MomentumMethod, steps: int) -> list[float]:

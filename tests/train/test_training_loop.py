@@ -1,8 +1,10 @@
 """The loop itself: what it tells, when it saves, and that accumulation is what it says."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -77,6 +79,65 @@ def test_logged_losses_are_averages(recipe: Path) -> None:
         for name in ("loss", "loss/labels_source", "loss/consistency_target"):
             mean = sum(every.values[s][name] for s in range(step - 3, step + 1)) / 4
             assert fourth.values[step][name] == pytest.approx(mean, rel=1e-5)
+
+
+def test_speed_is_that_of_training_without_pauses(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that knows: a step takes a second, half of it waiting; an epoch's end a hundred,
+    and a checkpoint a thousand."""
+    training = new_training(recipe, "epochs=4", "log_every=5", "checkpoint_minutes=0")
+    clock, waited = [0.0], [0.0]
+
+    def taking(seconds: float, function: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*arguments: Any, **options: Any) -> Any:
+            clock[0] += seconds
+            waited[0] += seconds / 2
+            return function(*arguments, **options)
+
+        return slow
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(Batches, "waited", property(lambda _: waited[0]))
+    monkeypatch.setattr(training, "advance", taking(1, training.advance))
+    monkeypatch.setattr(training, "save", taking(1000, training.save))
+    notes = Notes()
+    monkeypatch.setattr(notes, "on_epoch", taking(100, notes.on_epoch))
+    training.train(notes)
+    assert list(notes.values) == [5, 10, 15, 16]
+    for values in notes.values.values():
+        assert values["images_per_second"] == pytest.approx(training.config.train.batch)
+        assert values["waiting"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_on_a_cpu_memory_is_kept_and_halves_run_abreast(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    keep_memory = Mock()
+    monkeypatch.setattr("xmoco.train.engine.keep_memory", keep_memory)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    training = new_training(recipe)
+    torch.set_num_threads(before)
+    keep_memory.assert_called_once_with()
+    assert training.method.abreast == (threads == 2)
+    assert training.optimizer.param_groups[0]["fused"]
+
+
+def test_a_run_with_halves_abreast_is_the_same(recipe: Path) -> None:
+    before = torch.get_num_threads()
+    runs = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        training = new_training(recipe, "epochs=2", "accumulate=2")
+        training.train(Spectator())
+        runs.append(training)
+    torch.set_num_threads(before)
+    plain, abreast = (run.method.state_dict() for run in runs)
+    assert [run.method.abreast for run in runs] == [False, True]
+    for name, value in plain.items():
+        assert_close(abreast[name], value, msg=name)
 
 
 def test_the_optimiser_uses_the_schedule(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ launch its kernels, would wait for it as long as for the GPU. A process has a lo
 it has read comes through a socket, many files at a time, outside the lock.
 """
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -23,11 +24,15 @@ Content = bytes | OSError
 
 
 class FileReaders:
-    """As many reading processes as threads ask at the same time, started when they do."""
+    """As many reading processes as threads ask at the same time, started when they do.
+
+    Where one fails, this process reads from then on.
+    """
 
     def __init__(self) -> None:
         self._idle: SimpleQueue[_FileReader] = SimpleQueue()
         self._all: list[_FileReader] = []
+        self._usable = True
 
     def close(self) -> None:
         """To be called when no thread reads any more."""
@@ -36,21 +41,26 @@ class FileReaders:
 
     def read(self, paths: Sequence[str]) -> list[Content]:
         """The bytes of each file, or why it cannot be read."""
+        if self._usable and paths:
+            try:
+                reader = self._take()
+                contents = reader.read(paths)
+            except (
+                OSError
+            ):  # none can be started, or it was killed, both for want of memory perhaps
+                self._usable = False
+            else:
+                self._idle.put(reader)
+                return contents
+        return [_read_here(path) for path in paths]
+
+    def _take(self) -> "_FileReader":
         try:
-            reader = self._idle.get_nowait()
+            return self._idle.get_nowait()
         except Empty:
             reader = _FileReader()
             self._all.append(reader)
-        try:
-            contents = reader.read(paths)
-        except _GoneError:  # killed for want of memory, perhaps; its work is done here
-            return [_read_here(path) for path in paths]
-        self._idle.put(reader)
-        return contents
-
-
-class _GoneError(Exception):
-    """The process has ended."""
+            return reader
 
 
 class _FileReader:
@@ -67,13 +77,11 @@ class _FileReader:
             )
 
     def read(self, paths: Sequence[str]) -> list[Content]:
+        """Raises an ``OSError`` if the process has ended."""
         request = b"\0".join(map(os.fsencode, paths))
-        try:
-            self._connection.sendall(packed([len(request)]) + request)
-            lengths = unpacked(self._receive(8 * len(paths)))
-            content = self._receive(sum(max(length, 0) for length in lengths))
-        except OSError as error:
-            raise _GoneError from error
+        self._connection.sendall(packed([len(request)]) + request)
+        lengths = unpacked(self._receive(8 * len(paths)))
+        content = self._receive(sum(max(length, 0) for length in lengths))
         contents: list[Content] = []
         begin = 0
         for length in lengths:
@@ -87,10 +95,13 @@ class _FileReader:
     def _receive(self, length: int) -> bytearray:
         content = received(self._connection, length)
         if len(content) < length:
-            raise _GoneError
+            raise ConnectionResetError("the reading process has ended")
         return content
 
     def close(self) -> None:
+        # A forked process may have a copy of the connection, for which closing it means nothing.
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
         self._process.wait()
 

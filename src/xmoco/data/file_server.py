@@ -5,6 +5,7 @@ separated by zero bytes. The answer is a number for each path, the length of its
 zero, the system's error, and then all contents one after the other. It ends with the connection.
 """
 
+import contextlib
 import errno
 import os
 import socket
@@ -20,7 +21,7 @@ def read_file(path: str | bytes | os.PathLike[str]) -> bytes:
     ``Path.read_bytes`` makes nearly twice as many. Each gives up Python's lock for a moment, and
     where many threads read, getting it back takes longer than the call.
     """
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))  # Windows reads text
     try:
         return b"".join(iter(lambda: os.read(descriptor, READ_AT_ONCE), b""))
     finally:
@@ -51,7 +52,7 @@ def received(connection: socket.socket, length: int) -> bytearray:
 
 
 def serve(connection: socket.socket) -> None:
-    while length := received(connection, 8):
+    while len(length := received(connection, 8)) == 8:
         paths = bytes(received(connection, *unpacked(length))).split(b"\0")
         lengths, contents = [], []
         for path in paths:
@@ -64,4 +65,5 @@ def serve(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=0))
+    with contextlib.suppress(OSError):  # the other side is gone
+        serve(socket.socket(fileno=0))

@@ -162,7 +162,7 @@ def train_classifier(
 
     with closing(batches.from_step(0)) as stream:
         at_once = _batches_at_once(batch, crops.size) if protocol.frozen else 1
-        steps = _seen(stream, see, total, at_once, backbone, bf16)
+        steps = _seen(stream, see, total, at_once, backbone, protocol.frozen, bf16)
         for step, (features, labels) in enumerate(steps):
             for group in optimizer.param_groups:
                 group["lr"] = group["peak"] * protocol.factor(step / total)
@@ -194,20 +194,22 @@ def _seen(
     total: int,
     at_once: int,
     backbone: nn.Module,
+    frozen: bool,
     bf16: bool,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Features and labels of every step's batch; with gradients if the backbone is in training."""
+    """Features and labels of every step's batch, without gradients if the backbone is frozen."""
     for first in range(0, total, at_once):
         steps = range(first, min(first + at_once, total))
-        batches = list(islice(stream, len(steps)))
-        pixels = torch.cat([see(batch, step) for batch, step in zip(batches, steps, strict=True)])
-        pixels = pixels.contiguous(memory_format=torch.channels_last)
-        precision = torch.autocast(pixels.device.type, torch.bfloat16, enabled=bf16)
-        with precision, torch.set_grad_enabled(backbone.training):
-            features = backbone(pixels)
-        for batch, of_batch in zip(batches, features.chunk(len(steps)), strict=True):
+        views, labels = [], []
+        for batch, step in zip(islice(stream, len(steps)), steps, strict=True):
+            views.append(see(batch, step))  # whole images may be many times as large
             assert batch.labels is not None
-            yield of_batch, batch.labels
+            labels.append(batch.labels)
+        pixels = torch.cat(views).contiguous(memory_format=torch.channels_last)
+        precision = torch.autocast(pixels.device.type, torch.bfloat16, enabled=bf16)
+        with precision, torch.set_grad_enabled(not frozen):
+            features = backbone(pixels)
+        yield from zip(features.chunk(len(steps)), labels, strict=True)
 
 
 class DivergedError(UserError):

@@ -93,10 +93,8 @@ class MomentumMethod(Method):
         if not self.abreast:
             return *self.queries(x_s, x_t), *self.keys(x_s, x_t)
         queries, keys = both(lambda: self.queries(x_s, x_t), lambda: self.keys(x_s, x_t))
-        if torch.is_grad_enabled():
-            learned = [p for p in self.encoder.parameters() if p.requires_grad]
-            queries = with_backward_abreast(queries, learned)
-        return *queries, *keys
+        learned = [p for p in self.encoder.parameters() if p.requires_grad]
+        return *with_backward_abreast(queries, learned), *keys
 
     def queries(self, x_s: Tensor, x_t: Tensor) -> tuple[Tensor, Tensor]:
         """q_s and q_t of f."""
