@@ -25,6 +25,8 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file
 
+from xmoco.config import ModelConfig
+
 FAST: dict[str, dict[str, Any]] = {
     "views": {"size": 16, "blur": 0.0},
     "model": {
@@ -41,6 +43,17 @@ FAST: dict[str, dict[str, Any]] = {
     "run": {"device": "cpu", "readers": 2},
 }
 """128 images make 8 steps per epoch."""
+
+TINY_SPLIT = ModelConfig(
+    backbone="tiny",
+    stem="cifar",
+    head_layers=2,
+    head_hidden=32,
+    feature_size=16,
+    batch_norm="split",
+    batch_norm_groups=4,
+)
+"""An encoder of the smallest kind, its batch norm in groups."""
 
 
 @dataclass(frozen=True)

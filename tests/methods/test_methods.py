@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.testing import assert_close
 
+from helpers import TINY_SPLIT
 from xmoco.config import MoCoV2PlusConfig, ModelConfig, XMoCoConfig
 from xmoco.losses import MoCoLoss, XMoCoLoss
 from xmoco.methods import Method, build_method
@@ -15,16 +16,7 @@ from xmoco.methods.base import MomentumMethod
 from xmoco.methods.mocov2plus import MoCoV2Plus
 from xmoco.methods.xmoco import XMoCo
 
-SPLIT = ModelConfig(
-    backbone="tiny",
-    stem="cifar",
-    head_layers=2,
-    head_hidden=32,
-    feature_size=16,
-    batch_norm="split",
-    batch_norm_groups=4,
-)
-PLAIN = SPLIT.model_copy(update={"batch_norm": "plain"})
+PLAIN = TINY_SPLIT.model_copy(update={"batch_norm": "plain"})
 XMOCO = XMoCoConfig(bank_length=24, key_momentum=0.9)
 MOCO = MoCoV2PlusConfig(bank_length=24, key_momentum=0.9)
 BATCH = 16
@@ -33,7 +25,7 @@ each_method = pytest.mark.parametrize("settings", [XMOCO, MOCO], ids=["xmoco", "
 
 
 def built(
-    settings: XMoCoConfig | MoCoV2PlusConfig, model: ModelConfig = SPLIT, seed: int = 0
+    settings: XMoCoConfig | MoCoV2PlusConfig, model: ModelConfig = TINY_SPLIT, seed: int = 0
 ) -> MomentumMethod:
     torch.manual_seed(seed)
     method = build_method(model, settings)
@@ -97,7 +89,7 @@ def test_build_method_passes_every_setting_on() -> None:
 
 
 @each_method
-@pytest.mark.parametrize("model", [SPLIT, PLAIN], ids=["split", "plain"])
+@pytest.mark.parametrize("model", [TINY_SPLIT, PLAIN], ids=["split", "plain"])
 def test_a_step_tells_loss_and_terms_and_gauges_when_asked(
     settings: XMoCoConfig | MoCoV2PlusConfig, model: ModelConfig
 ) -> None:
@@ -173,7 +165,7 @@ def test_keys_come_from_the_momentum_encoder_in_other_company() -> None:
 
 
 @each_method
-@pytest.mark.parametrize("model", [SPLIT, PLAIN], ids=["split", "plain"])
+@pytest.mark.parametrize("model", [TINY_SPLIT, PLAIN], ids=["split", "plain"])
 def test_what_suits_a_gpu_computes_the_same(
     settings: XMoCoConfig | MoCoV2PlusConfig, model: ModelConfig
 ) -> None:

@@ -11,20 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from xmoco.config import MoCoV2PlusConfig, ModelConfig, XMoCoConfig
+from helpers import TINY_SPLIT
+from xmoco.config import MoCoV2PlusConfig, XMoCoConfig
 from xmoco.methods import build_method
 from xmoco.methods.base import MomentumMethod
 from xmoco.nn.abreast import both, has_halves, with_backward_abreast
-
-MODEL = ModelConfig(
-    backbone="tiny",
-    stem="cifar",
-    head_layers=2,
-    head_hidden=32,
-    feature_size=16,
-    batch_norm="split",
-    batch_norm_groups=4,
-)
 
 
 @pytest.fixture
@@ -125,7 +116,7 @@ def test_passes_are_forgotten_once_gone_back_through() -> None:
 
 def test_parameters_may_be_frozen() -> None:
     torch.manual_seed(0)
-    method = build_method(MODEL, XMoCoConfig(bank_length=24))
+    method = build_method(TINY_SPLIT, XMoCoConfig(bank_length=24))
     assert isinstance(method, MomentumMethod)
     method.abreast = True
     frozen = method.encoder.backbone.conv1.weight.requires_grad_(False)
@@ -160,7 +151,7 @@ def test_training_is_the_same_bit_for_bit(
 ) -> None:
     """Where either way has one thread for an operation, so that sums add up in the same order."""
     torch.manual_seed(0)
-    plain = build_method(MODEL.model_copy(update={"batch_norm": groups}), settings)
+    plain = build_method(TINY_SPLIT.model_copy(update={"batch_norm": groups}), settings)
     assert isinstance(plain, MomentumMethod)
     abreast = copy.deepcopy(plain)
     abreast.abreast = True
@@ -172,7 +163,7 @@ def test_training_is_the_same_bit_for_bit(
 
 
 def test_without_gradients_nothing_is_kept_for_them() -> None:
-    method = build_method(MODEL, XMoCoConfig(bank_length=24))
+    method = build_method(TINY_SPLIT, XMoCoConfig(bank_length=24))
     assert isinstance(method, MomentumMethod)
     method.abreast = True
     with torch.no_grad():
@@ -182,7 +173,7 @@ def test_without_gradients_nothing_is_kept_for_them() -> None:
 
 @pytest.mark.usefixtures("four_threads")
 def test_a_cpu_run_goes_abreast_where_there_are_halves() -> None:
-    method = build_method(MODEL, XMoCoConfig(bank_length=24))
+    method = build_method(TINY_SPLIT, XMoCoConfig(bank_length=24))
     assert isinstance(method, MomentumMethod)
     assert not method.abreast
     method.suit_cpu()

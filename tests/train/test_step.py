@@ -8,19 +8,11 @@ from lightning_fabric import Fabric
 from torch import Tensor
 from torch.testing import assert_close
 
-from xmoco.config import ModelConfig, XMoCoConfig
+from helpers import TINY_SPLIT
+from xmoco.config import XMoCoConfig
 from xmoco.methods import Step, build_method
 from xmoco.train.step import WARM_UP, GraphedStepper, Stepper, build_stepper
 
-MODEL = ModelConfig(
-    backbone="tiny",
-    stem="cifar",
-    head_layers=2,
-    head_hidden=32,
-    feature_size=16,
-    batch_norm="split",
-    batch_norm_groups=4,
-)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
 
@@ -34,7 +26,7 @@ def repeatable() -> Iterator[None]:
 def built(kind: type[Stepper], device: str, precision: str = "32-true", parts: int = 1) -> Stepper:
     fabric = Fabric(accelerator=device, devices=1, precision=precision)
     torch.manual_seed(0)
-    method = build_method(MODEL, XMoCoConfig(bank_length=48, key_momentum=0.9))
+    method = build_method(TINY_SPLIT, XMoCoConfig(bank_length=48, key_momentum=0.9))
     if device == "cuda":
         method.suit_gpu()
     method.train().to(memory_format=torch.channels_last)

@@ -1,9 +1,8 @@
 """Processes that read files for this one.
 
 Threads could do it, and do on systems that are not Unix. But a thread takes and gives up Python's
-lock several times for every file, and so many files are read that training, which needs the lock to
-launch its kernels, would wait for it as long as for the GPU. A process has a lock of its own. What
-it has read comes through a socket, many files at a time, outside the lock.
+lock several times for every file, and training needs the lock to launch its kernels. A process has
+a lock of its own. What it has read comes through a socket, many files at a time, outside the lock.
 """
 
 import contextlib
@@ -45,9 +44,7 @@ class FileReaders:
             try:
                 reader = self._take()
                 contents = reader.read(paths)
-            except (
-                OSError
-            ):  # none can be started, or it was killed, both for want of memory perhaps
+            except OSError:  # none can be started, or it was killed: for want of memory, perhaps
                 self._usable = False
             else:
                 self._idle.put(reader)

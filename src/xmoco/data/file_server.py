@@ -21,7 +21,7 @@ def read_file(path: str | bytes | os.PathLike[str]) -> bytes:
     ``Path.read_bytes`` makes nearly twice as many. Each gives up Python's lock for a moment, and
     where many threads read, getting it back takes longer than the call.
     """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))  # Windows reads text
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))  # not text
     try:
         return b"".join(iter(lambda: os.read(descriptor, READ_AT_ONCE), b""))
     finally:
