@@ -189,7 +189,7 @@ def main() -> None:
     )
     parser.add_argument("work", choices=["cifar10", "photographs", "demo"])
     parser.add_argument("--data", help="the images of cifar10: an archive or torchvision:CIFAR10")
-    parser.add_argument("--photographs", type=int, default=8192, help="files to write")
+    parser.add_argument("--photographs", type=int, default=4096, help="files to write")
     parser.add_argument("--batch", type=int, default=512, help="on a GPU")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
@@ -265,8 +265,9 @@ def on_a_gpu(options: argparse.Namespace, folder: Path) -> tuple[Config, Makers]
         source, recipe = str(folder / "photographs"), "imagenet"
         Path(source).mkdir()
         write_photographs(Path(source), options.photographs)
-    overrides = [f"batch={options.batch}", "precision=bf16", "device=cuda", "readers=16"]
-    overrides += ["epochs=1000"]
+    overrides = [f"batch={options.batch}", "precision=bf16", "device=cuda", "epochs=1000"]
+    if not cifar:
+        overrides += ["resident_gib=0"]  # as a set that is too large for the device
     config = load_config(recipe, overrides, {"data.source": source})
     moco = load_config(recipe, [*overrides, "method=mocov2plus"], {"data.source": source})
     images = open_images(config.data, "train")

@@ -89,8 +89,7 @@ def streamed(
         return decoding.assemble([reading for part in parts for reading in part.result()])
 
     def begin(chosen: Tensor) -> Future[_Assembled]:
-        # A few images per task keep all threads busy at little cost in hand-overs.
-        task = max(1, len(chosen) // (4 * readers))
+        task = max(1, len(chosen) // (decoding.tasks_per_reader * readers))
         parts = [reader.submit(read, part.tolist()) for part in torch.split(chosen, task)]
         return assembler.submit(assemble, parts)
 
@@ -131,6 +130,9 @@ class _Assembled:
 class _ByThreads:
     """The reading threads decode; the batch is put together in host memory."""
 
+    tasks_per_reader = 4
+    """Into which the images of a batch are cut: a few, lest one thread be late."""
+
     def __init__(self, images: ImageSet, device: torch.device) -> None:
         self.images = images
         self.device = device
@@ -170,6 +172,9 @@ class _ByGpu(_ByThreads):
     over is therefore complete: the consumer's stream need not wait for another, and a late batch
     shows as a consumer who waits.
     """
+
+    # Reading takes little, and every hand-over takes Python's lock from the thread that trains.
+    tasks_per_reader = 1
 
     def __init__(self, images: ImageSet, device: torch.device, failures_allowed: int) -> None:
         super().__init__(images, device)
