@@ -47,9 +47,10 @@ QUARTERS = range(1, 5)
 
 RACE = (
     "The contenders train the same network on the same images and take turns; the median round "
-    "counts. The encoder alone, with nothing around it, is a bound: no images, views, loss or "
-    "optimiser. On the CPU, the rivals are plain PyTorch with torchvision's views in a DataLoader; "
-    "`our step` is the same with xmoco's steps and start-up, so that the rest is what the views of "
+    "counts. The encoder alone has no images, views, loss or optimiser around it, and is a bound "
+    "where the GPU is the limit; of small images it is not, as launching the kernels one by one "
+    "takes longer than running them. On the CPU, the rivals are plain PyTorch with torchvision's "
+    "views in a DataLoader; `our step` is the same with xmoco's steps and start-up, so that the rest is what the views of "
     "xmoco save. `waiting` is the share of time without images."
 )
 

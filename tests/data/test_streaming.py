@@ -376,7 +376,7 @@ def test_the_consumer_never_waits_for_the_device(tmp_path: Path) -> None:
         with closing(batches.from_step(0)) as stream:
             list(islice(stream, 10))  # so that there is memory enough for what follows
             torch.cuda.synchronize()
-            torch.cuda._sleep(4_000_000_000)  # about 2 seconds
+            torch.cuda._sleep(8_000_000_000)  # about 4 seconds
             for _ in range(10):
                 next(stream)
             assert not torch.cuda.current_stream().query()
