@@ -20,7 +20,7 @@ from lightly.models.utils import (
 )
 from lightly.transforms import MoCoV2Transform
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from xmoco.config import Config
 from xmoco.data.batches import Waiting
@@ -71,8 +71,8 @@ class LightlyMoCo:
         self.loader = DataLoader(
             data,
             batch_size=config.train.batch,
-            shuffle=True,
-            drop_last=True,
+            # As a set so large that no epoch ends in the race: at an end its workers start anew.
+            sampler=RandomSampler(data, replacement=True, num_samples=2**40),
             num_workers=self.workers,
             pin_memory=tuned,
         )
@@ -91,7 +91,7 @@ class LightlyMoCo:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """Workers run only in this contender's turn, and are well under way when it is timed."""
-        self.stream = self._endless()
+        self.stream = iter(self.loader)
         self.steps(self.workers)
         yield
         del self.stream
@@ -116,10 +116,6 @@ class LightlyMoCo:
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-
-    def _endless(self) -> Iterator[Any]:
-        while True:
-            yield from self.loader
 
     def _side(self, query_view: Tensor, key_view: Tensor, side: int) -> Tensor:
         queries = self.queries(query_view)

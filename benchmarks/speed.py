@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -404,6 +405,8 @@ def show(outcomes: dict[str, Outcome], options: argparse.Namespace) -> None:
                 name,
                 outcome.config,
                 options,
+                rival=lightly_version() if name.startswith("lightly") else None,
+                files=options.photographs if options.work == "photographs" else None,
                 rounds=[round(value) for value in outcome.speeds],
                 steps=outcome.steps,
                 waiting=round(waiting, 4),
@@ -415,6 +418,13 @@ def show(outcomes: dict[str, Outcome], options: argparse.Namespace) -> None:
     append_records(options.results / "speed.jsonl", records)
 
 
+def lightly_version() -> str | None:
+    try:
+        return f"lightly {version('lightly')}"
+    except PackageNotFoundError:
+        return None
+
+
 def record(
     measure: str,
     value: float,
@@ -424,7 +434,7 @@ def record(
     options: argparse.Namespace,
     **protocol: Any,
 ) -> Record:
-    data = {"photographs": "photographs of 500×375, JPEG", "cifar10": "CIFAR-10"}
+    data = {"photographs": "photograph-like JPEG files of 500×375", "cifar10": "CIFAR-10"}
     return Record(
         measure,
         value,

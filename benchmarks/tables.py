@@ -33,6 +33,7 @@ IN_README = {
 """Files that the README has tables of, and the measures that these know."""
 
 SUBJECTS = NAMES | {
+    "xmoco, K 65,536": "XMoCo, K 65,536",
     "encoder only": "the encoder alone, compiled",
     "lightly": "lightly, at its best",
     "lightly, compiled": "lightly, at its best and compiled",
@@ -48,15 +49,15 @@ QUARTERS = range(1, 5)
 RACE = (
     "The contenders train the same network on the same images and take turns; the median round "
     "counts. The encoder alone has no images, views, loss or optimiser around it, and is a bound "
-    "where the GPU is the limit; of small images it is not, as launching the kernels one by one "
+    "where the GPU is the limit; for small images it is not, as launching the kernels one by one "
     "takes longer than running them. On the CPU, the rivals are plain PyTorch with torchvision's "
-    "views in a DataLoader; `our step` is the same with xmoco's steps and start-up, so that the rest is what the views of "
-    "xmoco save. `waiting` is the share of time without images."
+    "views in a DataLoader; `our step` is the same with xmoco's steps and start-up, so that the "
+    "rest is what the views of xmoco save. `waiting` is the share of time without images."
 )
 
 SETTINGS = (
     *("data", "size", "epoch", "epochs", "k", "name", "label_fraction", "set"),
-    *("device", "precision", "launch", "stage", "recipe", "changes", "seed"),
+    *("device", "precision", "launch", "stage", "recipe", "changes", "strengths", "seed"),
 )
 """Of a protocol, and the seed: records that differ in one of these measure different things."""
 LONGEST_FACT = 80
@@ -273,7 +274,8 @@ def stages_table(file: Path, records: Sequence[Record]) -> str:
     return section(
         f"**{by_work(shown[0])}: stages of a step of {name_of(shown[0])}**",
         markdown_table(["stage", "ms", "share"], "lrr", rows),
-        f"Each stage alone; in training they overlap. {circumstances(shown, *SPEED_FACTS)}",
+        "Each stage alone and without a CUDA graph; in training they overlap. "
+        f"{circumstances(shown, *SPEED_FACTS)}",
         file,
     )
 
@@ -393,7 +395,12 @@ def data(record: Record) -> str:
     return str(record["protocol"].get("data", "")).partition(" (train)")[0]
 
 
-SPEED_FACTS = (data, batch_size, bank_length, image_size)
+def number_of_rounds(record: Record) -> str | None:
+    rounds = record["protocol"].get("rounds")
+    return None if rounds is None else f"{len(rounds)} rounds" if len(rounds) > 1 else "1 round"
+
+
+SPEED_FACTS = (data, batch_size, bank_length, image_size, number_of_rounds)
 
 
 def judged_by_neighbours(record: Record) -> str:

@@ -7,7 +7,8 @@
 Each argument is a trial: settings in place of the recipe's, or ``none``. Judged are kNN (k 200) and
 logistic regression on frozen features; the best mean of the two wins. The test images take no part.
 Every trial leaves records in benchmarks/results/tuning.jsonl, and one that is there already is not
-trained again. A call that was interrupted goes on where it was if ``--runs`` is the same.
+trained again. A call that was interrupted goes on from its last checkpoint, where ``--runs`` is the
+same.
 
 Small networks do not fill a GPU: with NVIDIA's MPS running (``nvidia-cuda-mps-control -d``), three
 calls at the same time, a trial each, take less time than one after the other. Choose as many epochs
@@ -63,6 +64,8 @@ def main() -> None:
 
     for changes in options.trials:
         load_config(options.recipe, settings_of(changes))  # a mistake is told now
+    if None in labelled_splits(options.data, Place()):
+        raise SystemExit(f"{options.data} has no images to judge by: see validation_split.py.")
     known = {trial.changes: trial for trial in known_trials(options)}
     trials = []
     for changes in options.trials:
@@ -75,19 +78,22 @@ def main() -> None:
     show(trials)
 
 
+def digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
 def settings_of(changes: str) -> list[str]:
     return [] if changes == NONE else changes.split()
 
 
 def attempt(changes: str, options: argparse.Namespace) -> Trial:
-    name = f"{identity(options)} {changes}"
-    run = options.runs / hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
-    if run.exists():
-        result = xmoco.pretrain(out=run, resume=True)
-    else:
-        fixed = [f"epochs={options.epochs}", "knn_every=0", "log_every=200"]
-        overrides = [*fixed, *settings_of(changes)]
-        result = xmoco.pretrain(options.recipe, data=options.data, out=run, overrides=overrides)
+    fixed = [f"epochs={options.epochs}", "knn_every=0", "log_every=200"]
+    overrides = [*settings_of(changes), *fixed]
+    settings = load_config(options.recipe, overrides).model_dump_json()
+    run = options.runs / digest(settings)
+    result = xmoco.pretrain(
+        options.recipe, data=options.data, out=run, overrides=overrides, resume=run.exists()
+    )
     knn, logistic = judge(result.weights, options.data)
     gc.collect()  # a recorded CUDA graph is freed with the last run's cycles
     return Trial(changes, knn, logistic)
@@ -98,7 +104,7 @@ def judge(weights: Path, data: str) -> tuple[float, float]:
     train, held = (
         case.features(images, "features")
         for images in labelled_splits(data, case.place)
-        if images is not None
+        if images is not None  # as was checked at the start
     )
     assert train.labels is not None
     assert held.labels is not None
@@ -116,9 +122,8 @@ def judge(weights: Path, data: str) -> tuple[float, float]:
 
 def identity(options: argparse.Namespace) -> dict[str, Any]:
     """What trials that can be compared have in common."""
-    settings = load_config(options.recipe).model_dump_json()
     return {
-        "recipe": hashlib.blake2b(settings.encode(), digest_size=4).hexdigest(),
+        "recipe": digest(load_config(options.recipe).model_dump_json()),
         "data": source_name(options.data),
         "split": "validation, held out of the training images",
         "epochs": options.epochs,
@@ -130,9 +135,10 @@ def identity(options: argparse.Namespace) -> dict[str, Any]:
 def records(trial: Trial, options: argparse.Namespace) -> list[Record]:
     protocol = identity(options) | {"changes": trial.changes}
     work = f"tuning-{options.recipe}"
+    seed = load_config(options.recipe, settings_of(trial.changes)).train.seed
     return [
-        Record("knn_top1", trial.knn, "%", "xmoco", work, protocol, 0),
-        Record("logistic_top1", trial.logistic, "%", "xmoco", work, protocol, 0),
+        Record("knn_top1", trial.knn, "%", "xmoco", work, protocol, seed),
+        Record("logistic_top1", trial.logistic, "%", "xmoco", work, protocol, seed),
     ]
 
 

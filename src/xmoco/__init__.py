@@ -4,6 +4,7 @@ The whole public surface::
 
     result = xmoco.pretrain("demo", out="runs/first")        # images to weights
     backbone = xmoco.load_backbone(result.weights)           # a torchvision ResNet
+    transform = xmoco.load_transform(result.weights)         # from an image to its input
     criterion = xmoco.XMoCoLoss(feature_size=128)            # the loss, for a loop of your own
     xmoco.evaluate_knn(result.weights, "patterns")           # how strong is it?
 """
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from xmoco.evaluate.judge import evaluate_knn as evaluate_knn
     from xmoco.evaluate.judge import evaluate_linear as evaluate_linear
     from xmoco.evaluate.transfer import evaluate_transfer as evaluate_transfer
+    from xmoco.evaluate.transform import load_transform as load_transform
     from xmoco.losses import XMoCoLoss as XMoCoLoss
     from xmoco.nn.weights import load_backbone as load_backbone
     from xmoco.pretraining import pretrain as pretrain
@@ -32,6 +34,7 @@ _WHERE = {
     "evaluate_linear": "xmoco.evaluate.judge",
     "evaluate_transfer": "xmoco.evaluate.transfer",
     "load_backbone": "xmoco.nn.weights",
+    "load_transform": "xmoco.evaluate.transform",
     "pretrain": "xmoco.pretraining",
 }
 
@@ -44,6 +47,7 @@ __all__ = [
     "evaluate_linear",
     "evaluate_transfer",
     "load_backbone",
+    "load_transform",
     "pretrain",
 ]
 

@@ -16,6 +16,7 @@ from xmoco.config import Config, ModelConfig
 from xmoco.data import Batches, ImageSet, Unreadable, open_images
 from xmoco.data.batches import resident
 from xmoco.data.fingerprint import fingerprint
+from xmoco.data.sources import is_path
 from xmoco.data.subset import at_most
 from xmoco.errors import UserError
 from xmoco.evaluate.monitor import Monitor
@@ -83,7 +84,9 @@ def pretrain(
             raise UserError("--weights starts a new run and --resume goes on with one: give one.")
         config = _resumed_config(RunFolder.open(folder), recipe, overrides, settings)
     else:
-        config = _with_full_paths(load_config(recipe, overrides, settings))
+        config = load_config(recipe, overrides, settings)
+        _expect_images(config, recipe)
+        config = _with_full_paths(config)
     fabric = build_fabric(config.run)
     fabric.launch()
     console = Console(quiet=not fabric.is_global_zero)
@@ -106,6 +109,14 @@ def _resumed_config(
             "resume it without these changes, or start a new run with --out."
         )
     return own.model_copy(update={"run": asked.run})
+
+
+def _expect_images(config: Config, recipe: str | Path | None) -> None:
+    """Where a recipe only guesses where the images are, somebody has to say."""
+    source = config.data.source
+    guessed = source == load_config(recipe).data.source and is_path(source)
+    if guessed and not Path(source).expanduser().exists():
+        raise UserError(f"say with --data where the images are: they are not in {source!r}.")
 
 
 def _with_full_paths(config: Config) -> Config:

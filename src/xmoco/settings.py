@@ -1,5 +1,6 @@
 """Recipes and ``key=value`` changes become a configuration; every mistake becomes a sentence."""
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from importlib import resources
@@ -45,7 +46,9 @@ def load_config(
         if equals:
             asked.append((key.strip(), _parse(key.strip(), text)))
         else:
-            mistakes.append(f"{override!r} is not of the form key=value")
+            is_there = os.path.exists(override)  # noqa: PTH110 - unlike Path's, it never raises
+            meant = f" (for images: --data {override})" if is_there else ""
+            mistakes.append(f"{override!r} is not of the form key=value{meant}")
     changes: Settings = {}
     for key, value in [*asked, *(settings or {}).items()]:
         path = _find_field(key)

@@ -305,6 +305,13 @@ def test_a_missing_path_names_the_nearest(tmp_path: Path) -> None:
         opened("x" * 5000)
 
 
+def test_what_is_hidden_or_no_neighbour_is_not_offered(tmp_path: Path) -> None:
+    (tmp_path / ".photos").mkdir()
+    for path in (tmp_path / "photos", tmp_path / "patterns"):
+        with pytest.raises(UserError, match=r"no folder or archive [^(]*$"):
+            opened(path)
+
+
 def test_nothing_to_see(tmp_path: Path) -> None:
     write_folder(tmp_path / "set", {"notes.txt": b"text"})
     with pytest.raises(UserError, match=r"no images .*jpg.*png"):

@@ -73,8 +73,7 @@ def decode_rgb(data: bytes, short_side: int | None = None) -> Tensor:
             turned = exif_orientation(image)  # after decoding: TIFF files are then upright already
         if short_side is not None:
             rgb = rgb.resize(shrunk(rgb.size, short_side), Image.Resampling.BILINEAR)
-        pixels = torch.from_numpy(np.array(np.asarray(rgb).transpose(2, 0, 1), order="C"))
-        return upright(pixels, turned).contiguous()
+        return _pixels(rgb, turned)
     except UnreadableImage:
         raise
     except UnidentifiedImageError as error:
@@ -82,6 +81,16 @@ def decode_rgb(data: bytes, short_side: int | None = None) -> Tensor:
     except Exception as error:  # decoders raise anything on broken data, from OSError to IndexError
         reason = str(error).strip() or type(error).__name__
         raise UnreadableImage(reason.splitlines()[0]) from error
+
+
+def rgb_pixels(image: Image.Image) -> Tensor:
+    """As ``decode_rgb``, of an image that is open already."""
+    return _pixels(_to_rgb(image), exif_orientation(image))
+
+
+def _pixels(rgb: Image.Image, orientation: int | None) -> Tensor:
+    pixels = torch.from_numpy(np.array(np.asarray(rgb).transpose(2, 0, 1), order="C"))
+    return upright(pixels, orientation).contiguous()
 
 
 def shrunk(size: tuple[int, int], short_side: int) -> tuple[int, int]:

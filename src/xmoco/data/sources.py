@@ -25,6 +25,11 @@ __all__ = ["ArrayImages", "EncodedImages", "ImageSet", "open_images", "open_spli
 TORCHVISION = "torchvision:"
 
 
+def is_path(source: str) -> bool:
+    """Whether a folder or an archive is meant, and not a set that is known by its name."""
+    return source != "patterns" and not source.startswith(TORCHVISION)
+
+
 def open_images(data: DataConfig, split: Literal["train", "test"]) -> ImageSet | None:
     """The images of a split. Only a test split may be missing; then there is none."""
     if data.source == "patterns":
@@ -66,9 +71,11 @@ def existing_path(source: str, other_names: Iterable[str] = ()) -> Path:
     # Unlike Path.expanduser, this leaves ~nobody alone, so that it is reported as not there.
     path = Path(os.path.expanduser(source))  # noqa: PTH111
     if not source or not os.path.exists(path):  # noqa: PTH110
-        names = ["patterns", *(TORCHVISION + name for name in SPLIT_ARGUMENTS), *other_names]
+        sets = ["patterns", *(TORCHVISION + name for name in SPLIT_ARGUMENTS), *other_names]
+        names = [] if len(path.parts) > 1 else sets
         if path.parent.is_dir():
-            names += [printable(str(sibling)) for sibling in path.parent.iterdir()]
+            siblings = [other for other in path.parent.iterdir() if not other.name.startswith(".")]
+            names += [printable(str(sibling)) for sibling in siblings]
         raise UserError(f"there is no folder or archive {source!r}{nearest(str(path), names)}.")
     return path
 

@@ -13,6 +13,7 @@ The consumer gets batches in order, whichever thread is first, and the next imag
 unreadable one. At most ``READ_AHEAD`` batches are under way, so memory does not grow with the set.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -89,7 +90,7 @@ def streamed(
         return decoding.assemble([reading for part in parts for reading in part.result()])
 
     def begin(chosen: Tensor) -> Future[_Assembled]:
-        task = max(1, len(chosen) // (decoding.tasks_per_reader * readers))
+        task = max(1, math.ceil(len(chosen) / (decoding.tasks_per_reader * readers)))
         parts = [reader.submit(read, part.tolist()) for part in torch.split(chosen, task)]
         return assembler.submit(assemble, parts)
 
@@ -173,7 +174,7 @@ class _ByGpu(_ByThreads):
     shows as a consumer who waits.
     """
 
-    # Reading takes little, and every hand-over takes Python's lock from the thread that trains.
+    # Every hand-over takes Python's lock from the thread that trains.
     tasks_per_reader = 1
 
     def __init__(self, images: ImageSet, device: torch.device, failures_allowed: int) -> None:

@@ -29,7 +29,7 @@ from xmoco.config import DataConfig
 from xmoco.data.imagesets import ImageSet
 from xmoco.data.label_file import LABEL_FILE
 from xmoco.data.layout import TRAIN_FOLDER
-from xmoco.data.sources import TORCHVISION, existing_path, open_images, open_splits
+from xmoco.data.sources import TORCHVISION, existing_path, is_path, open_images, open_splits
 from xmoco.data.subset import held_out, joined, some_of_every_class
 from xmoco.data.torchvision_sets import find, find_folder, images_at, images_of
 from xmoco.data.trees import printable
@@ -89,7 +89,7 @@ def open_transfer_set(
     if paper_set is not None:
         name, usual = paper_set.name, paper_set.metric
         splits = _open_paper_set(paper_set, source, root, download)
-    elif source == "patterns" or source.startswith(TORCHVISION):
+    elif not is_path(source):
         name = source.removeprefix(TORCHVISION)
         splits = _train_and_test(_data(source, root, download))
     else:

@@ -22,9 +22,10 @@ class Unreadable:
         if len(self) > self.limit:
             examples = ", ".join(f"{where} ({why})" for where, why in islice(self, 3))
             more = f" and {len(self) - 3} more" if len(self) > 3 else ""
+            least = "at least " if len(self) < self.images else ""  # others were not tried yet
             raise UserError(
-                f"{len(self)} of {counted(self.images)} cannot be read, which is more than 1 %: "
-                f"{examples}{more}."
+                f"{least}{len(self)} of {counted(self.images)} cannot be read, which is more than "
+                f"1 %: {examples}{more}."
             )
 
     def __len__(self) -> int:

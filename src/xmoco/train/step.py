@@ -21,8 +21,8 @@ from xmoco.methods import Method, Step
 WARM_UP = 8
 """Steps before a decision: by then cuDNN has chosen its algorithms and the optimiser has state."""
 HOST_SHARE = 0.95
-"""Launching must take less than this share of the GPU's time, or the GPU has to wait. No less than
-that: a graph leaves no gaps for the GPU to decode the next images in, where it has to."""
+"""Launching must take less than this share of the GPU's time, or the GPU has to wait. The share is
+high because a graph has its price too: it leaves no gaps in which the GPU could decode images."""
 MEMORY_TIMES = 2.5
 """Of what a step needs: a graph keeps its own, and a step that measures needs as much again."""
 
