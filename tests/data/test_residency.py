@@ -130,7 +130,7 @@ def test_nothing_readable_at_the_start_is_told_at_once() -> None:
         batches_of(Listed(with_broken(33, {0})))
     with pytest.raises(UserError, match=r"^1 of 1 image cannot be read"):
         resident(Listed([None]), CPU)
-    with pytest.raises(UserError, match=r"^at least 5 of 400 images .*picture 2 \(broken\) and 2 more\.$"):
+    with pytest.raises(UserError, match=r"^at least 5 of 400 images .*2 \(broken\) and 2 more\.$"):
         resident(Listed(with_broken(400, set(range(400)))), CPU)
 
 
