@@ -10,9 +10,12 @@ Every trial leaves records in benchmarks/results/tuning.jsonl, and one that is t
 trained again. A call that was interrupted goes on from its last checkpoint, where ``--runs`` is the
 same.
 
-Small networks do not fill a GPU: with NVIDIA's MPS running (``nvidia-cuda-mps-control -d``), three
-calls at the same time, a trial each, take less time than one after the other. Choose as many epochs
-as the recipe has, or not many fewer: what pays in a short course may cost in a long one.
+Small networks do not fill a GPU: with NVIDIA's MPS running (``nvidia-cuda-mps-control -d``),
+several calls at the same time, a trial each, may share it. Choose as many epochs as the recipe has,
+or not many fewer: what pays in a short course may be worth nothing in a long one.
+
+Records that do not name their strengths are of 1, 10 and 100, which is far too strong a penalty for
+these features: their logistic regressions tell little.
 """
 
 import argparse
@@ -66,7 +69,7 @@ def main() -> None:
         load_config(options.recipe, settings_of(changes))  # a mistake is told now
     if None in labelled_splits(options.data, Place()):
         raise SystemExit(f"{options.data} has no images to judge by: see validation_split.py.")
-    known = {trial.changes: trial for trial in known_trials(options)}
+    known = known_trials(options)
     trials = []
     for changes in options.trials:
         trial = known.get(changes)
@@ -142,11 +145,11 @@ def records(trial: Trial, options: argparse.Namespace) -> list[Record]:
     ]
 
 
-def known_trials(options: argparse.Namespace) -> list[Trial]:
-    """Trials of earlier calls."""
+def known_trials(options: argparse.Namespace) -> dict[str, Trial]:
+    """Trials of earlier calls, by their changes."""
     path = options.results / "tuning.jsonl"
     if not path.exists():
-        return []
+        return {}
     lines = map(json.loads, path.read_text().splitlines())
     same = [
         line
@@ -158,9 +161,10 @@ def known_trials(options: argparse.Namespace) -> list[Trial]:
         {line["protocol"]["changes"]: line for line in same if line["measure"] == measure}
         for measure in ("knn_top1", "logistic_top1")
     )
-    return [
-        Trial(changes, line["value"], logistic[changes]["value"]) for changes, line in knn.items()
-    ]
+    return {
+        changes: Trial(changes, line["value"], logistic[changes]["value"])
+        for changes, line in knn.items()
+    }
 
 
 def show(trials: list[Trial]) -> None:

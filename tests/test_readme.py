@@ -5,7 +5,6 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -241,14 +240,6 @@ def test_files_named_for_contributors_exist() -> None:
     for name in named:
         inside = ROOT if name.startswith("benchmarks/") else ROOT / "src" / "xmoco"
         assert (inside / name).is_file(), name
-
-
-@pytest.fixture(scope="module")
-def benchmarks() -> Iterator[None]:
-    """Lets the programs in benchmarks/ be imported, as they import each other."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(ROOT / "benchmarks"))
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,11 @@ import pytest
 from helpers import make_images, no_pictures, write_recipe
 from xmoco.errors import UserError
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-
 Tune = Callable[..., list[dict[str, Any]]]
 
 
-@pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+@pytest.fixture(scope="module")
+def program(benchmarks: None) -> ModuleType:
     return importlib.import_module("tune")
 
 
