@@ -2,11 +2,11 @@
 
     python benchmarks/logistic.py --features cifar10.safetensors --device cuda
 
-Both fit all 45 strengths on four fifths of the training part, choose by the accuracy on the rest,
+All fit the 45 strengths on four fifths of the training part, choose by the accuracy on the rest,
 fit that strength on everything and are tested once. scikit-learn's solver is its default, begun
-anew each time, on the CPU; it may stop before it has converged. So it also fits xmoco's choice once
-to the end, which tells whether the two solve the same problem. Without a file, features are made up
-from a seed. A table is printed and records go to benchmarks/results.
+anew each time, on the CPU. It stops after 100 iterations, which on such features is long before it
+has converged, so it takes part a second time with ten times as many. Without a file, features are
+made up from a seed. A table is printed and records go to benchmarks/results.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from xmoco.evaluate.metrics import top_k
 from xmoco.records import Record, append_records
 
 RESULTS = Path(__file__).parent / "results"
+LONGER = "scikit-learn, 1,000 iterations"
 
 
 class Part(NamedTuple):
@@ -80,9 +81,8 @@ def main() -> None:
     results = {
         "xmoco": timed(lambda: ours(*there, classes)),
         "scikit-learn": timed(lambda: scikit_learns(train, test)),
+        LONGER: timed(lambda: scikit_learns(train, test, max_iter=1000)),
     }
-    chosen = results["xmoco"].strength
-    results["scikit-learn (converged)"] = timed(lambda: converged(train, test, chosen))
 
     protocol = {
         "data": options.features.stem if options.features else "made up",
@@ -99,7 +99,7 @@ def main() -> None:
             "protocol": {
                 **protocol,
                 "chosen": result.strength,
-                "fits": 1 if "converged" in subject else len(STRENGTHS) + 1,
+                "fits": len(STRENGTHS) + 1,  # the last one on everything
                 "device": options.device if subject == "xmoco" else "cpu",
             },
             "seed": options.seed,
@@ -121,8 +121,10 @@ def main() -> None:
             f"{result.accuracy:.2f} %",
         )
     Console().print(table)
-    ratio = results["scikit-learn"].seconds / results["xmoco"].seconds
-    print(f"{ratio:.1f} times as fast; records in {path}")
+    for subject in ("scikit-learn", LONGER):
+        ratio = results[subject].seconds / results["xmoco"].seconds
+        print(f"{ratio:.1f} times as fast as {subject}")
+    print(f"records in {path}")
 
 
 def timed(transfer: Callable[[], tuple[float, float]]) -> Result:
@@ -157,30 +159,23 @@ def ours(train: Part, test: Part, classes: int) -> tuple[float, float]:
     return strength, top_k(final.scores(test.vectors), test.labels, 1)
 
 
-def scikit_learns(train: Part, test: Part) -> tuple[float, float]:
+def scikit_learns(train: Part, test: Part, max_iter: int = 100) -> tuple[float, float]:
     fitted, validation = split(train)
     accuracies = {
-        strength: library_fit(fitted, strength).score(
+        strength: library_fit(fitted, strength, max_iter).score(
             validation.vectors.numpy(), validation.labels.numpy()
         )
         for strength in sorted(STRENGTHS, reverse=True)
     }
     strength = max(accuracies, key=lambda strength: accuracies[strength])
-    final = library_fit(train, strength)
+    final = library_fit(train, strength, max_iter)
     return strength, 100 * final.score(test.vectors.numpy(), test.labels.numpy())
 
 
-def converged(train: Part, test: Part, strength: float) -> tuple[float, float]:
-    """One fit, on everything, that is not stopped early."""
-    final = library_fit(train, strength, max_iter=20_000, tol=1e-5)
-    return strength, 100 * final.score(test.vectors.numpy(), test.labels.numpy())
-
-
-def library_fit(part: Part, strength: float, **options: Any) -> LogisticRegression:
+def library_fit(part: Part, strength: float, max_iter: int) -> LogisticRegression:
     with warnings.catch_warnings():
-        # Its default stops after 100 iterations, which weak penalties reach on raw features.
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        model = LogisticRegression(C=1 / strength, **options)
+        warnings.simplefilter("ignore", ConvergenceWarning)  # see the top
+        model = LogisticRegression(C=1 / strength, max_iter=max_iter)
         return model.fit(part.vectors.numpy(), part.labels.numpy())
 
 

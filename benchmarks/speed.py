@@ -95,7 +95,9 @@ class Ours:
 
     @property
     def steps_of_a_round(self) -> int:
-        return 60 if self.config.views.size < 64 and torch.cuda.is_available() else 20
+        if not torch.cuda.is_available():
+            return 20
+        return 60 if self.config.views.size < 64 else 30
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
@@ -205,24 +207,26 @@ def main() -> None:
 
 
 def race(options: argparse.Namespace, folder: Path) -> None:
-    if options.work == "demo":
-        config, makers = on_the_cpu(folder)
-    else:
-        config, makers = on_a_gpu(options, folder)
+    makers = on_the_cpu(folder) if options.work == "demo" else on_a_gpu(options, folder)
     # For all contenders, whoever comes first: batches keep their size.
     torch.backends.cudnn.benchmark = True
     chosen = {name: makers[name] for name in options.only or makers}
     show(run_rounds(chosen, options.rounds, options.seconds), options)
     if options.stages:
-        ours = demo_run(folder) if options.work == "demo" else makers["xmoco"]()
-        assert isinstance(ours, Ours)
-        show_stages(stage_times(ours), config, options)
+        if options.work == "demo":
+            show_stages(stage_times(demo_run(folder)), demo_config(), options)
+        else:
+            # Beside each other they tell what XMoCo's loss takes more, whatever images cost.
+            for name in ("xmoco", "mocov2plus"):
+                ours = makers[name]()
+                assert isinstance(ours, Ours)
+                show_stages(stage_times(ours), ours.config, options)
 
 
 Makers = dict[str, Callable[[], Contender]]
 
 
-def on_the_cpu(folder: Path) -> tuple[Config, Makers]:
+def on_the_cpu(folder: Path) -> Makers:
     plain = dict(os.environ)
     from xmoco import cli  # which sets what a process of xmoco is to find
 
@@ -235,7 +239,7 @@ def on_the_cpu(folder: Path) -> tuple[Config, Makers]:
     for workers in (0, 1, 2):
         make = partial(torchvision_demo, workers, folder)
         makers[f"our step, torchvision, {workers} workers"] = partial(InItsOwnProcess, make, ours)
-    return demo_config(), makers
+    return makers
 
 
 def demo_config() -> Config:
@@ -258,7 +262,7 @@ def torchvision_demo(workers: int, folder: Path | None = None) -> TorchvisionLoo
     return TorchvisionLoop(config, decoded(images), take, workers)
 
 
-def on_a_gpu(options: argparse.Namespace, folder: Path) -> tuple[Config, Makers]:
+def on_a_gpu(options: argparse.Namespace, folder: Path) -> Makers:
     cifar = options.work == "cifar10"
     if cifar:
         source, recipe = options.data, "cifar10"
@@ -287,12 +291,12 @@ def on_a_gpu(options: argparse.Namespace, folder: Path) -> tuple[Config, Makers]
         from lightly_moco import LightlyMoCo
     except ImportError:
         print("lightly is not installed and takes no part", flush=True)
-        return config, makers
+        return makers
     pictures: Any = Pictures(images) if isinstance(images, ArrayImages) else source
     makers["lightly"] = lambda: LightlyMoCo(pictures, moco, tuned=True)
     makers["lightly, compiled"] = lambda: LightlyMoCo(pictures, moco, tuned=True, compiled=True)
     makers["lightly (its defaults)"] = lambda: LightlyMoCo(pictures, moco)
-    return config, makers
+    return makers
 
 
 def new_folder(path: Path) -> Path:
@@ -503,7 +507,8 @@ class _Watch:
 
 def show_stages(stages: dict[str, float], config: Config, options: argparse.Namespace) -> None:
     total = sum(stages.values())
-    table = Table(title="stages of a step, each waited for")
+    subject = config.method.name
+    table = Table(title=f"stages of a step of {subject}, each waited for")
     table.add_column("stage")
     for heading in ("ms", "share"):
         table.add_column(heading, justify="right")
@@ -513,7 +518,7 @@ def show_stages(stages: dict[str, float], config: Config, options: argparse.Name
     append_records(
         options.results / "speed.jsonl",
         [
-            record("stage_ms", milliseconds, "ms", "xmoco", config, options, stage=name)
+            record("stage_ms", milliseconds, "ms", subject, config, options, stage=name)
             for name, milliseconds in stages.items()
         ],
     )
