@@ -51,6 +51,9 @@ from xmoco.train.run_folder import RunFolder
 WARM_UP = 12
 """Steps of xmoco before it is timed: it decides about CUDA graphs after eight."""
 
+REFILL = 0.4
+"""Seconds in which readers and decoder are done with the next batches, and disturb no stage."""
+
 
 class Contender(Protocol):
     config: Config
@@ -293,9 +296,11 @@ def on_a_gpu(options: argparse.Namespace, folder: Path) -> Makers:
         print("lightly is not installed and takes no part", flush=True)
         return makers
     pictures: Any = Pictures(images) if isinstance(images, ArrayImages) else source
-    makers["lightly"] = lambda: LightlyMoCo(pictures, moco, tuned=True)
-    makers["lightly, compiled"] = lambda: LightlyMoCo(pictures, moco, tuned=True, compiled=True)
-    makers["lightly (its defaults)"] = lambda: LightlyMoCo(pictures, moco)
+    lightly = partial(LightlyMoCo, pictures, moco)
+    makers["lightly"] = partial(lightly, quick=True, tuned=True)
+    makers["lightly, compiled"] = partial(lightly, quick=True, tuned=True, compiled=True)
+    makers["lightly (its own settings)"] = partial(lightly, quick=True)
+    makers["lightly (its defaults)"] = lightly
     return makers
 
 
@@ -466,6 +471,7 @@ def stage_times(ours: Ours) -> dict[str, float]:
         watch = _Watch()
         with watch("images"):
             batch = next(ours.stream)
+        time.sleep(REFILL)
         with watch("views"):
             x_s, x_t = training.views(batch, training.step)
         rounds.append(watch.times | _parts_of_a_step(training, x_s, x_t))
