@@ -5,12 +5,12 @@
     python benchmarks/speed.py demo                   # on the CPU
 
 The contenders take turns, a few steps each; the median round counts. All train the same network on
-the same images with views of the same settings. On a GPU they share a process and are lightly, if
-it is installed, and ``encoder only``: the compiled network with nothing around it, forward and
-backward for the queries, forward for the keys. On the CPU each has a process of its own, since how
-xmoco starts up (threads, memory) is part of its speed and not the others'. The rival is plain
-PyTorch with views from torchvision's transforms in a DataLoader; ``our step`` is the same with
-xmoco's start-up and steps, so that what is left between it and xmoco are the views.
+the same images with views of the same settings. Each has a process of its own, since threads,
+memory and how xmoco starts up are part of its own speed and not the others'. On a GPU they are
+lightly, if it is installed, and ``encoder only``: the compiled network with nothing around it,
+forward and backward for the queries, forward for the keys. On the CPU the rival is plain PyTorch
+with views from torchvision's transforms in a DataLoader; ``our step`` is the same with xmoco's
+start-up and steps, so that what is left between it and xmoco are the views.
 ``--stages`` also tells where the time of a step goes, its stages one after the other.
 """
 
@@ -25,168 +25,25 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from PIL import Image
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch import Tensor
 
+from contenders import Contender, Course, Ours
 from decode import write_photographs
 from own_process import InItsOwnProcess
 from recipe import RESULTS
-from torchvision_loop import TorchvisionLoop, our_steps, plain_steps
 from xmoco.config import Config
-from xmoco.data import ArrayImages, Batches, ImageSet, open_images
-from xmoco.methods import build_method
-from xmoco.nn.encoder import build_encoder, momentum_copy
 from xmoco.records import Record, append_records
-from xmoco.settings import load_config
-from xmoco.train.engine import build_fabric, resolve_batch_norm
 from xmoco.train.loop import Training
-from xmoco.train.run_folder import RunFolder
 
-WARM_UP = 12
-"""Steps of xmoco before it is timed: it decides about CUDA graphs after eight."""
-
+RIVALS = ("lightly", "torchvision")
+"""How the names of other libraries' contenders begin."""
 REFILL = 0.4
 """Seconds in which readers and decoder are done with the next batches, and disturb no stage."""
-
-
-class Contender(Protocol):
-    config: Config
-
-    @property
-    def waited(self) -> float:
-        """Seconds without images, so far."""
-
-    @property
-    def steps_of_a_round(self) -> int: ...
-
-    def turn(self) -> contextlib.AbstractContextManager[None]:
-        """Around its steps; warms up, and has worker processes if it needs them."""
-
-    def steps(self, count: int) -> None: ...
-
-
-class Ours:
-    """A run of xmoco as ``xmoco pretrain`` would have it, without its log and its kNN."""
-
-    def __init__(self, config: Config, images: ImageSet, folder: Path) -> None:
-        fabric = build_fabric(config.run)
-        model = resolve_batch_norm(config.model, fabric, config.train.batch)
-        self.config = config.model_copy(update={"model": model})
-        torch.manual_seed(config.train.seed)
-        method = build_method(model, config.method)
-        self.batches = Batches(
-            images,
-            batch=config.train.batch,
-            seed=0,
-            device=fabric.device,
-            readers=config.run.readers,
-            resident_gib=config.data.resident_gib,
-        )
-        self.training = Training(self.config, fabric, method, self.batches, RunFolder(folder))
-        self.training.method.train()
-        self.stream = self.batches.from_step(0)
-
-    @property
-    def waited(self) -> float:
-        return self.batches.waited
-
-    @property
-    def steps_of_a_round(self) -> int:
-        if not torch.cuda.is_available():
-            return 20
-        return 60 if self.config.views.size < 64 else 30
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        self.steps(3)  # its caches are cold after the others' turns
-        yield
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            self.training.advance(self.stream)
-
-    def measure(self) -> None:
-        """A step that measures, as at every line of the log."""
-        self.training.advance(self.stream, measure=True)
-
-
-class NoLoss(nn.Module):
-    """As little as can be between features and gradients."""
-
-    def forward(self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor) -> Any:
-        terms = {"source": -(q_s * k_t).mean(), "target": -(q_t * k_s).mean()}
-        return terms["source"] + terms["target"], terms
-
-    def gauges(self, *_features: Tensor) -> dict[str, Tensor]:
-        return {}
-
-
-class WithoutLoss(Ours):
-    """All that a run does but the loss: what the loss takes is what the others take more."""
-
-    def __init__(self, config: Config, images: ImageSet, folder: Path) -> None:
-        super().__init__(config, images, folder)
-        self.training.method.loss = NoLoss().cuda()
-
-
-class EncoderOnly:
-    """What the network costs, compiled: queries with gradient, keys without."""
-
-    waited = 0.0
-    steps_of_a_round = 20
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        encoder = build_encoder(config.model).cuda().to(memory_format=torch.channels_last)
-        self.parameters = list(encoder.parameters())
-        self.momentum_encoder = torch.compile(momentum_copy(encoder))
-        self.encoder = torch.compile(encoder)
-        shape = (config.train.batch, 3, config.views.size, config.views.size)
-        views = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-        self.views = views.to(memory_format=torch.channels_last)
-
-    def turn(self) -> contextlib.AbstractContextManager[None]:
-        self.steps(3)
-        return contextlib.nullcontext()
-
-    def steps(self, count: int) -> None:
-        for _ in range(count):
-            with torch.autocast("cuda", torch.bfloat16):
-                losses = [self.encoder(self.views).sum() for _ in range(2)]
-                with torch.no_grad():
-                    for _ in range(2):
-                        self.momentum_encoder(self.views)
-            torch.stack(losses).sum().backward()
-            for parameter in self.parameters:
-                parameter.grad = None
-
-
-class Pictures(Dataset[tuple[Any, int]]):
-    """Decoded images in memory, as torchvision's CIFAR10 holds them."""
-
-    transform: Callable[[Image.Image], Any]  # lightly sets it
-
-    def __init__(self, images: ArrayImages) -> None:
-        self.pixels = images.pixels.permute(0, 2, 3, 1).contiguous().numpy()
-
-    def __len__(self) -> int:
-        return len(self.pixels)
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self.transform(Image.fromarray(self.pixels[index])), 0
-
-
-def decoded(images: ImageSet) -> ArrayImages:
-    """The same images in memory: decoding them once is enough for all contenders."""
-    batches = Batches(images, batch=1, seed=0, device=torch.device("cpu"), readers=16)
-    assert isinstance(batches.images, ArrayImages)
-    return batches.images
 
 
 def main() -> None:
@@ -210,104 +67,61 @@ def main() -> None:
 
 
 def race(options: argparse.Namespace, folder: Path) -> None:
-    makers = on_the_cpu(folder) if options.work == "demo" else on_a_gpu(options, folder)
-    # For all contenders, whoever comes first: batches keep their size.
-    torch.backends.cudnn.benchmark = True
-    chosen = {name: makers[name] for name in options.only or makers}
-    show(run_rounds(chosen, options.rounds, options.seconds), options)
+    on_cpu = options.work == "demo"
+    course = demo_course(folder) if on_cpu else gpu_course(options, folder)
+    makers = on_the_cpu(course) if on_cpu else on_a_gpu(course)
+    show(run_rounds({name: makers[name] for name in options.only or makers}, options), options)
     if options.stages:
-        if options.work == "demo":
-            show_stages(stage_times(demo_run(folder)), demo_config(), options)
-        else:
-            # Beside each other they tell what XMoCo's loss takes more, whatever images cost.
-            for name in ("xmoco", "mocov2plus"):
-                ours = makers[name]()
-                assert isinstance(ours, Ours)
-                show_stages(stage_times(ours), ours.config, options)
+        torch.backends.cudnn.benchmark = True
+        show_stages(stage_times(course.xmoco()), course.config(), options)
+        if not on_cpu:
+            # The two beside each other tell what XMoCo's loss takes more, whatever images cost.
+            moco = course.xmoco("method=mocov2plus")
+            show_stages(stage_times(moco), moco.config, options)
 
 
 Makers = dict[str, Callable[[], Contender]]
 
 
-def on_the_cpu(folder: Path) -> Makers:
-    plain = dict(os.environ)
-    from xmoco import cli  # which sets what a process of xmoco is to find
+def demo_course(folder: Path) -> Course:
+    return Course("demo", ("device=cpu", "epochs=1000"), folder)
 
-    assert cli.app
-    ours = dict(os.environ)
-    makers: Makers = {"xmoco": partial(InItsOwnProcess, partial(demo_run, folder), ours)}
+
+def on_the_cpu(course: Course) -> Makers:
+    makers: Makers = {"xmoco": course.xmoco}
     for workers in (0, 1, 2):
         name = f"torchvision, {workers} workers"
-        makers[name] = partial(InItsOwnProcess, partial(torchvision_demo, workers), plain)
-    for workers in (0, 1, 2):
-        make = partial(torchvision_demo, workers, folder)
-        makers[f"our step, torchvision, {workers} workers"] = partial(InItsOwnProcess, make, ours)
+        makers[name] = partial(course.torchvision, workers)
+        makers[f"our step, {name}"] = partial(course.torchvision, workers, our_step=True)
     return makers
 
 
-def demo_config() -> Config:
-    return load_config("demo", ["device=cpu", "epochs=1000"])
+def gpu_course(options: argparse.Namespace, folder: Path) -> Course:
+    overrides = (f"batch={options.batch}", "precision=bf16", "device=cuda", "epochs=1000")
+    if options.work == "cifar10":
+        return Course("cifar10", overrides, folder, options.data).with_pixels()
+    photographs = folder / "photographs"
+    photographs.mkdir()
+    write_photographs(photographs, options.photographs)
+    # As a set that is too large for the device.
+    return Course("imagenet", (*overrides, "resident_gib=0"), folder, str(photographs))
 
 
-def demo_run(folder: Path) -> Ours:
-    config = demo_config()
-    images = open_images(config.data, "train")
-    assert images is not None
-    return Ours(config, images, new_folder(folder / "demo"))
-
-
-def torchvision_demo(workers: int, folder: Path | None = None) -> TorchvisionLoop:
-    """With our steps if there is a ``folder`` for our run."""
-    config = demo_config()
-    images = open_images(config.data, "train")
-    assert images is not None
-    take = plain_steps(config) if folder is None else our_steps(demo_run(folder).training)
-    return TorchvisionLoop(config, decoded(images), take, workers)
-
-
-def on_a_gpu(options: argparse.Namespace, folder: Path) -> Makers:
-    cifar = options.work == "cifar10"
-    if cifar:
-        source, recipe = options.data, "cifar10"
-    else:
-        source, recipe = str(folder / "photographs"), "imagenet"
-        Path(source).mkdir()
-        write_photographs(Path(source), options.photographs)
-    overrides = [f"batch={options.batch}", "precision=bf16", "device=cuda", "epochs=1000"]
-    if not cifar:
-        overrides += ["resident_gib=0"]  # as a set that is too large for the device
-    config = load_config(recipe, overrides, {"data.source": source})
-    moco = load_config(recipe, [*overrides, "method=mocov2plus"], {"data.source": source})
-    images = open_images(config.data, "train")
-    assert images is not None
-    if cifar:
-        images = decoded(images)
-    long = load_config(recipe, [*overrides, "bank_length=65536"], {"data.source": source})
+def on_a_gpu(course: Course) -> Makers:
     makers: Makers = {
-        "xmoco": lambda: Ours(config, images, new_folder(folder / "xmoco")),
-        "xmoco, K 65,536": lambda: Ours(long, images, new_folder(folder / "long")),
-        "mocov2plus": lambda: Ours(moco, images, new_folder(folder / "mocov2plus")),
-        "without a loss": lambda: WithoutLoss(config, images, new_folder(folder / "without")),
-        "encoder only": lambda: EncoderOnly(config),
+        "xmoco": course.xmoco,
+        "xmoco, K 65,536": partial(course.xmoco, "bank_length=65536"),
+        "mocov2plus": partial(course.xmoco, "method=mocov2plus"),
+        "without a loss": course.without_loss,
+        "encoder only": course.encoder_only,
     }
-    try:
-        from lightly_moco import LightlyMoCo
-    except ImportError:
+    if lightly_version() is None:
         print("lightly is not installed and takes no part", flush=True)
         return makers
-    pictures: Any = Pictures(images) if isinstance(images, ArrayImages) else source
-    lightly = partial(LightlyMoCo, pictures, moco)
-    makers["lightly"] = partial(lightly, quick=True, tuned=True)
-    makers["lightly, compiled"] = partial(lightly, quick=True, tuned=True, compiled=True)
-    makers["lightly (its own settings)"] = partial(lightly, quick=True)
-    makers["lightly (its defaults)"] = lightly
+    makers["lightly"] = partial(course.lightly, tuned=True)
+    makers["lightly, compiled"] = partial(course.lightly, tuned=True, compiled=True)
+    makers["lightly (its defaults)"] = course.lightly
     return makers
-
-
-def new_folder(path: Path) -> Path:
-    """A folder of that name, or of another if it is there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix=path.name, dir=path.parent))
 
 
 @dataclass
@@ -321,75 +135,74 @@ class Outcome:
     gib: float = 0.0
 
 
-def run_rounds(makers: Makers, rounds: int, seconds: float) -> dict[str, Outcome]:
+def run_rounds(makers: Makers, options: argparse.Namespace) -> dict[str, Outcome]:
     """Alternate. Contenders are made in the first round, and the memory of each is what the GPU has
-    less after its first turn than before it was made."""
-    end = time.perf_counter() + seconds
-    contenders: dict[str, Contender] = {}
+    less at the end of its first turn than before it was made."""
+    end = time.perf_counter() + options.seconds
+    contenders = start(makers)
     outcomes: dict[str, Outcome] = {}
-    for name, make in makers.items():
+    for name, contender in contenders.items():
         free = free_memory()
         try:
-            contender = warm(make())
+            contender.ready()
             outcome = Outcome(contender.config, contender.steps_of_a_round)
-            take_turn(contender, outcome)
+            outcome.gib = (free - take_turn(contender, outcome)) / 2**30
         except torch.OutOfMemoryError:
             print(f"{name} does not fit", flush=True)
             continue
-        outcome.gib = (free - free_memory(now=True)) / 2**30
-        contenders[name], outcomes[name] = contender, outcome
+        outcomes[name] = outcome
         print(f"round 1: {name} {outcome.speeds[-1]:,.0f} images/s", flush=True)
-    for number in range(2, rounds + 1):
+    for number in range(2, options.rounds + 1):
         if time.perf_counter() > end:
             print(f"no time for round {number}", flush=True)
             break
         for name, outcome in outcomes.items():
             take_turn(contenders[name], outcome)
             print(f"round {number}: {name} {outcome.speeds[-1]:,.0f} images/s", flush=True)
+    for contender in contenders.values():
+        contender.close()
     return outcomes
 
 
-def warm(contender: Contender) -> Contender:
-    if isinstance(contender, Ours):
-        contender.steps(WARM_UP)
-        contender.measure()
-        for log in contender.training.run.path.glob("train.log"):  # tells of a CUDA graph
-            print(log.read_text().strip(), flush=True)
-    return contender
+def start(makers: Makers) -> dict[str, InItsOwnProcess]:
+    """All contenders' processes; none is loading any more."""
+    plain = dict(os.environ)
+    from xmoco import cli  # which sets what a process of xmoco is to find
+
+    assert cli.app
+    ours = dict(os.environ)
+    contenders = {
+        name: InItsOwnProcess(make, plain if name.startswith(RIVALS) else ours)
+        for name, make in makers.items()
+    }
+    for contender in contenders.values():
+        contender.loaded()
+    return contenders
 
 
-def take_turn(contender: Contender, outcome: Outcome) -> None:
+def take_turn(contender: InItsOwnProcess, outcome: Outcome) -> int:
+    """What memory was free then."""
     with contender.turn():
-        synchronise()
         waited, started = contender.waited, time.perf_counter()
         contender.steps(outcome.steps)
-        synchronise()
         seconds = time.perf_counter() - started
         waited = contender.waited - waited
+        free = free_memory()
     outcome.speeds.append(outcome.steps * outcome.config.train.batch / seconds)
     outcome.waiting.append(waited / seconds)
+    return free
 
 
-def synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def free_memory(now: bool = False) -> int:
-    """Bytes free on the GPU; as they are ``now``, or once PyTorch has given back what it can."""
-    if not torch.cuda.is_available():
-        return 0
-    if not now:
-        synchronise()
-        torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
+def free_memory() -> int:
+    """Bytes free on the GPU."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
 
 
 def show(outcomes: dict[str, Outcome], options: argparse.Namespace) -> None:
     """The table, beside the best of another library's contenders."""
     speeds = {name: statistics.median(outcome.speeds) for name, outcome in outcomes.items()}
     rival = max(
-        (speed for name, speed in speeds.items() if name.startswith(("lightly", "torchvision"))),
+        (speed for name, speed in speeds.items() if name.startswith(RIVALS)),
         default=None,
     )
     table = Table(title=f"images per second: {options.work}")
@@ -465,7 +278,6 @@ def record(
 def stage_times(ours: Ours) -> dict[str, float]:
     """Milliseconds of each stage, one after the other, the GPU waited for in between."""
     training = ours.training
-    ours.steps(WARM_UP)
     rounds: list[dict[str, float]] = []
     for _ in range(10):
         watch = _Watch()
@@ -496,6 +308,11 @@ def _parts_of_a_step(training: Training, x_s: Tensor, x_t: Tensor) -> dict[str, 
     with watch("momentum update"):
         method.after_step()
     return watch.times
+
+
+def synchronise() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
 
 
 class _Watch:

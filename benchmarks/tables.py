@@ -37,7 +37,6 @@ SUBJECTS = NAMES | {
     "encoder only": "the encoder alone, compiled",
     "lightly": "lightly, at its best",
     "lightly, compiled": "lightly, at its best and compiled",
-    "lightly (its own settings)": "lightly, bf16 and 16 workers",
     "lightly (its defaults)": "lightly, its defaults",
 }
 SHOWN_LAST = ("supervised", "untrained")
