@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from torchvision_loop import TorchvisionLoop, our_steps, plain_steps
 from xmoco.config import Config
 from xmoco.data import ArrayImages, Batches, ImageSet, open_images
+from xmoco.data.streaming import READ_AHEAD
 from xmoco.methods import build_method
 from xmoco.nn.encoder import build_encoder, momentum_copy
 from xmoco.settings import load_config
@@ -78,7 +79,9 @@ class Ours:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        self.steps(3)  # its caches are cold after the others' turns
+        for _ in range(READ_AHEAD):  # made while others had their turns: no merit of this one
+            next(self.stream)
+        self.steps(3)  # its caches are cold
         yield
 
     def steps(self, count: int) -> None:

@@ -26,9 +26,6 @@ from xmoco.config import Config
 from xmoco.data.batches import Waiting
 from xmoco.nn.encoder import build_encoder
 
-PREFETCHED = 2
-"""Batches that every worker may be ahead: PyTorch's default."""
-
 
 def transform(config: Config) -> MoCoV2Transform:
     views = config.views
@@ -77,7 +74,6 @@ class LightlyMoCo:
             # As a set so large that no epoch ends in the race: at an end its workers start anew.
             sampler=RandomSampler(data, replacement=True, num_samples=2**40),
             num_workers=self.workers,
-            prefetch_factor=PREFETCHED,
             pin_memory=tuned,
         )
         self.encoder = build_encoder(config.model).cuda().to(memory_format=self.format)
@@ -96,13 +92,14 @@ class LightlyMoCo:
     def turn(self) -> Iterator[None]:
         """Workers run only in this contender's turn, and are well under way when it is timed.
 
-        Batches pile up while the first steps, which are slow, last. So many as can lie there are
-        passed over: a run lives on what its workers make, not on what they have made before.
+        The first steps are slow, and batches pile up meanwhile: these are passed over, since a run
+        lives on what its workers make. After as many steps again, workers and GPU are in step.
         """
         self.stream = iter(self.loader)
         self.steps(3)
-        for _ in range(PREFETCHED * self.workers):
+        for _ in range(self.workers):
             next(self.stream)
+        self.steps(self.workers)
         yield
         del self.stream
 

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 Environment = Mapping[str, str]
+FAILURES = (torch.OutOfMemoryError, EOFError, OSError)
+"""Too little memory on the device; the process has ended."""
 
 
 class InItsOwnProcess:
     """What ``make`` makes, in a new process that starts with this ``environment``.
 
     The process loads its libraries at once; ``loaded`` waits for that. ``ready`` has the contender
-    made.
+    made. All raise ``FAILURES`` where the process fails; it tells itself why.
     """
 
     def __init__(self, make: Callable[[], Any], environment: Environment) -> None:
@@ -38,13 +40,12 @@ class InItsOwnProcess:
         self.pipe.recv()
 
     def ready(self) -> None:
-        """Raises ``torch.OutOfMemoryError``, as the others do."""
         self.config, self.steps_of_a_round = self._ask("make")
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
         """Memory that can be given back when it ends, is."""
-        self._ask("begin")
+        self.waited = self._ask("begin")
         yield
         self._ask("end")
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from contenders import Contender, Course, Ours
 from decode import write_photographs
-from own_process import InItsOwnProcess
+from own_process import FAILURES, InItsOwnProcess
 from recipe import RESULTS
 from xmoco.config import Config
 from xmoco.records import Record, append_records
@@ -137,31 +137,39 @@ class Outcome:
 
 def run_rounds(makers: Makers, options: argparse.Namespace) -> dict[str, Outcome]:
     """Alternate. Contenders are made in the first round, and the memory of each is what the GPU has
-    less at the end of its first turn than before it was made."""
+    less at the end of its first turn than before it was made. Who fails is out."""
     end = time.perf_counter() + options.seconds
     contenders = start(makers)
     outcomes: dict[str, Outcome] = {}
-    for name, contender in contenders.items():
-        free = free_memory()
-        try:
-            contender.ready()
-            outcome = Outcome(contender.config, contender.steps_of_a_round)
-            outcome.gib = (free - take_turn(contender, outcome)) / 2**30
-        except torch.OutOfMemoryError:
-            print(f"{name} does not fit", flush=True)
-            continue
-        outcomes[name] = outcome
-        print(f"round 1: {name} {outcome.speeds[-1]:,.0f} images/s", flush=True)
-    for number in range(2, options.rounds + 1):
-        if time.perf_counter() > end:
+    for number in range(1, options.rounds + 1):
+        if number > 1 and time.perf_counter() > end:
             print(f"no time for round {number}", flush=True)
             break
-        for name, outcome in outcomes.items():
-            take_turn(contenders[name], outcome)
-            print(f"round {number}: {name} {outcome.speeds[-1]:,.0f} images/s", flush=True)
+        for name, contender in list(contenders.items()):
+            try:
+                if number == 1:
+                    outcomes[name] = first_turn(contender)
+                else:
+                    take_turn(contender, outcomes[name])
+            except FAILURES as error:
+                print(f"{name} is out: {str(error) or 'its process has ended'}", flush=True)
+                contenders.pop(name).close()
+                outcomes.pop(name, None)
+            else:
+                speed = outcomes[name].speeds[-1]
+                print(f"round {number}: {name} {speed:,.0f} images/s", flush=True)
     for contender in contenders.values():
         contender.close()
     return outcomes
+
+
+def first_turn(contender: InItsOwnProcess) -> Outcome:
+    time.sleep(REFILL)  # what others prepare after their turns, they have then
+    free = free_memory()
+    contender.ready()
+    outcome = Outcome(contender.config, contender.steps_of_a_round)
+    outcome.gib = (free - take_turn(contender, outcome)) / 2**30
+    return outcome
 
 
 def start(makers: Makers) -> dict[str, InItsOwnProcess]:

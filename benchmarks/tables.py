@@ -52,9 +52,9 @@ RACE = (
     "where the GPU is the limit; for small images it is not, as launching the kernels one by one "
     "takes longer than running them. On the CPU, the rivals are plain PyTorch with torchvision's "
     "views in a DataLoader; `our step` is the same with xmoco's steps and start-up, so that the "
-    "rest is what the views of xmoco save. lightly at its best has bf16, 16 workers and pinned "
-    "memory and, which are no settings of its own, channels-last and a fused optimiser. `waiting` "
-    "is the share of time without images."
+    "rest is what the views of xmoco save. lightly at its best has bf16, 16 workers, pinned "
+    "memory, channels-last and a fused optimiser. `waiting` is the share of time without images; "
+    "of the stages, `images` is what a batch takes that was read and decoded ahead."
 )
 
 SETTINGS = (
