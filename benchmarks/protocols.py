@@ -65,7 +65,7 @@ def prepare(options: argparse.Namespace) -> None:
         bf16=place.precision == "bf16",
         seed=options.seed,
         on_step=lambda done, total, loss: log.progress(
-            "supervised", done, total, f"loss {loss:.3f}"
+            "supervised", done, total, "" if loss is None else f"loss {loss:.3f}"
         ),
     )
     supervised = dataclasses.replace(untrained, method="supervised", epochs=options.epochs)

@@ -105,7 +105,7 @@ def attempt(changes: str, options: argparse.Namespace) -> Trial:
 def judge(weights: Path, data: str) -> tuple[float, float]:
     case = Case.open(weights, Place())
     train, held = (
-        case.features(images, "features")
+        case.features(images, "images")
         for images in labelled_splits(data, case.place)
         if images is not None  # as was checked at the start
     )

@@ -23,7 +23,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
+from rich.table import Column, Table
 
 if TYPE_CHECKING:
     from xmoco.evaluate.case import Listener, Place
@@ -121,8 +121,9 @@ Weights = Annotated[
 LabelledData = Annotated[
     str,
     typer.Argument(
-        help="Labelled images: a folder or archive with one subfolder per class (in train/ and "
-        "val/, if there are two splits), `patterns`, or `torchvision:NAME`."
+        help="Labelled images: a folder or archive with one subfolder per class, `patterns`, or "
+        "`torchvision:NAME`. Of two splits, train/ is learned from and val/ (test/, where there is "
+        "no val/) judged."
     ),
 ]
 Device = Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda` or `mps`.")]
@@ -240,7 +241,11 @@ def finetune(
     weights: Weights,
     data: LabelledData,
     fraction: Annotated[
-        float, typer.Option(help="Share of the labels of every class, by a fixed rule.")
+        float,
+        typer.Option(
+            help="Share of the labels of every class, e.g. 0.01; always the same images, by the "
+            "rule in the README."
+        ),
     ] = 1.0,
     epochs: Annotated[
         int | None, typer.Option(help="Fewer than the protocol's 20, named in the record.")
@@ -310,10 +315,14 @@ def transfer(
             "same command goes on where it stopped. Default: under `runs/transfer`."
         ),
     ] = None,
-    seed: Seed = 0,
+    seed: Annotated[
+        int, typer.Option(help="End to end: order of images, crops and first weights.")
+    ] = 0,
     size: Size = None,
     device: Device = "auto",
-    precision: Precision = "fp32",
+    precision: Annotated[
+        str, typer.Option(help="End to end: `fp32` or `bf16`; features are always `fp32`.")
+    ] = "fp32",
     root: Root = "data",
     download: Download = False,
     cache: Cache = True,
@@ -500,20 +509,26 @@ def _bars() -> "Iterator[Listener]":
         def progress(self, stage: str, done: int, total: int, note: str = "") -> None:
             if stage not in stages:
                 stages[stage] = bars.add_task(stage, note="")
+            elif done < seen[stage]:  # it begins again, of other images: so does its clock
+                bars.reset(stages[stage])
+            seen[stage] = done
             bars.update(stages[stage], completed=done, total=total, note=note)
 
         def say(self, sentence: str) -> None:
             print(f"xmoco: {sentence}", file=sys.stderr)
 
     stages: dict[str, TaskID] = {}
+    seen: dict[str, int] = {}
+    # Where there is little room, the bar and the note give way: counts and times do not.
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
+        BarColumn(table_column=Column()),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TimeElapsedColumn(table_column=Column(no_wrap=True)),
         TextColumn("elapsed"),
-        TimeRemainingColumn(),
-        TextColumn("left  {task.fields[note]}"),
+        TimeRemainingColumn(table_column=Column(no_wrap=True)),
+        TextColumn("left"),
+        TextColumn("{task.fields[note]}", table_column=Column()),
     )
     with Progress(*columns) as bars:
         yield Bars()
@@ -532,7 +547,10 @@ def _show_records(title: str, rows: list[tuple[str, "Record"]], file: Path | Non
     if file is not None:  # first of all: what was measured must not be lost
         append_records(file, records)
     protocol = records[0].protocol
-    facts = [f"{protocol['split']}, {protocol['judged_images']:,} images", protocol.get("weights")]
+    judged = f"judged: {protocol['judged_images']:,} images of {protocol['judged']}"
+    if protocol["split"] == "leave one out":
+        judged += ", each by all the others"
+    facts = [judged, protocol.get("weights")]
     table = Table()
     table.add_column("measure")
     table.add_column("accuracy", justify="right")

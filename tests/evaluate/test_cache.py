@@ -44,6 +44,7 @@ class Kept:
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.said: list[str] = []
+        self.read: list[tuple[int, int]] = []
         self.told: list[tuple[int, int]] = []
 
     def __call__(
@@ -51,6 +52,7 @@ class Kept:
     ) -> Features:
         return cached_features(
             backbone, images, views, CPU, readers=2, border=border, folder=self.folder,
+            on_reading=lambda *counts: self.read.append(counts),
             on_progress=lambda *counts: self.told.append(counts), say=self.said.append,
         )  # fmt: skip
 
@@ -90,10 +92,10 @@ def test_features_are_computed_once(kept: Kept, labels: Tensor | None) -> None:
     expected = backbone_features(Looks(), images, VIEWS, CPU)
     assert same(kept(backbone, images), expected)
     assert backbone.seen == 12
-    assert kept.told == [(12, 12), (12, 12)]
+    assert (kept.read, kept.told) == ([(12, 12)], [(12, 12)])
     assert same(kept(backbone, images), expected)
     assert backbone.seen == 12
-    assert kept.told == [(12, 12)] * 3
+    assert (kept.read, kept.told) == ([(12, 12)] * 2, [(12, 12)])
     assert kept.said == []
 
 
@@ -254,7 +256,7 @@ def test_without_a_folder_nothing_is_kept(tmp_path: Path) -> None:
     kept(backbone, noise())
     kept(backbone, noise())
     assert backbone.seen == 24
-    assert kept.told == [(12, 12)] * 2
+    assert (kept.read, kept.told) == ([], [(12, 12)] * 2)
 
 
 def test_where_features_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_shortened_course_keeps_its_shape_and_says_so() -> None:
 def test_linear_learns_without_touching_the_backbone(backbone: torch.nn.Module) -> None:
     before = copy.deepcopy(backbone.state_dict())
     train, test = coloured(96, seed=1), coloured(60, seed=2)
-    told: list[tuple[int, int, float]] = []
+    told: list[tuple[int, int, float | None]] = []
     reached = accuracy(backbone, train, test, QUICK, on_step=lambda *facts: told.append(facts))
     for name, value in backbone.state_dict().items():
         assert torch.equal(value, before[name]), name
@@ -110,7 +110,8 @@ def test_linear_learns_without_touching_the_backbone(backbone: torch.nn.Module) 
     reference = LogisticRegression(C=1e4, max_iter=2000).fit(bank, train.labels)
     assert reached >= 100 * reference.score(queries, test.labels) - 10
     assert told[-1][0] == told[-1][1] == 12 * 6
-    assert told[-1][2] < told[0][2]
+    assert told[0] == (0, 12 * 6, None)
+    assert told[-1][2] < told[1][2]
 
 
 @pytest.mark.parametrize("at_once", [1, 5, 1000])
@@ -122,7 +123,7 @@ def test_a_frozen_backbone_may_look_at_many_batches_at_once(
     backbone.register_forward_pre_hook(lambda _, inputs: seen.append(len(inputs[0])))
     heads = []
     for most in (at_once, 1):
-        monkeypatch.setattr("xmoco.evaluate.classify.MOST_AT_ONCE", most)
+        monkeypatch.setattr("xmoco.evaluate.classify._batches_at_once", lambda *_, n=most: n)
         train = coloured(96, seed=1)
         heads.append(train_classifier(backbone, train, QUICK, views=VIEWS, device=CPU))
     assert max(seen) == 16 * min(at_once, 72)
@@ -130,9 +131,11 @@ def test_a_frozen_backbone_may_look_at_many_batches_at_once(
 
 
 def test_photographs_are_looked_at_a_batch_at_a_time() -> None:
-    assert _batches_at_once(256, 224) == 1
-    assert _batches_at_once(512, 224) == 1
-    assert _batches_at_once(256, 32) == MOST_AT_ONCE
+    gpu = torch.device("cuda")
+    assert _batches_at_once(256, 224, gpu) == 1
+    assert _batches_at_once(512, 224, gpu) == 1
+    assert _batches_at_once(256, 32, gpu) == MOST_AT_ONCE
+    assert _batches_at_once(256, 32, CPU) == 1  # which would be silent for long
 
 
 def test_fine_tuning_changes_the_backbone_and_learns(backbone: torch.nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,21 +86,65 @@ def test_weights_that_are_no_numbers_are_refused(weights: Path, tmp_path: Path) 
 class Ear(Listener):
     def __init__(self) -> None:
         self.heard: list[str] = []
+        self.stages: dict[str, list[tuple[int, int]]] = {}
 
     def say(self, sentence: str) -> None:
         self.heard.append(sentence)
 
+    def progress(self, stage: str, done: int, total: int, *_: object) -> None:
+        self.stages.setdefault(stage, []).append((done, total))
 
-def test_an_image_that_cannot_be_read_is_told(weights: Path, tmp_path: Path) -> None:
-    make_images(tmp_path / "set" / "train", each=30)
-    make_images(tmp_path / "set" / "val", each=30)
-    (tmp_path / "set" / "val" / "class1" / "007.png").write_bytes(b"broken")
+
+def test_images_that_cannot_be_read_are_told(weights: Path, tmp_path: Path) -> None:
+    for split, broken in (("train", "class2/003.png"), ("val", "class1/007.png")):
+        make_images(tmp_path / "set" / split, each=30)
+        (tmp_path / "set" / split / broken).write_bytes(b"broken")
     for function, options in ((xmoco.evaluate_knn, {}), (xmoco.evaluate_linear, {"epochs": 1})):
         ear = Ear()
         record, *_ = function(weights, tmp_path / "set", listener=ear, **options)
-        (sentence,) = ear.heard
-        assert "007.png cannot be read" in sentence
+        in_training, in_test = ear.heard
+        assert "003.png cannot be read" in in_training
+        assert "007.png cannot be read" in in_test
         assert record.protocol["judged"] == "folder set (val)"
+
+
+def test_every_stage_tells_how_far_it_is(weights: Path, two_splits: Path, tmp_path: Path) -> None:
+    ear = Ear()
+    place = Place("cpu", cache=tmp_path / "cache")
+    xmoco.evaluate_knn(weights, two_splits, ks=(1,), place=place, listener=ear)
+    assert list(ear.stages) == [
+        *("reading training images", "features of training images"),
+        *("reading test images", "features of test images", "neighbours"),
+    ]
+    assert all(told[-1][0] == told[-1][1] for told in ear.stages.values())
+    ear = Ear()
+    xmoco.evaluate_finetune(weights, two_splits, epochs=2, listener=ear)
+    training, judging = ear.stages.values()
+    assert (training[0], training[-1]) == ((0, 32), (32, 32))
+    assert judging == [(16, 16)]
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_splits_of_different_classes_are_refused(
+    weights: Path, two_splits: Path, split: str
+) -> None:
+    shutil.rmtree(two_splits / split / "class2")
+    for function in (xmoco.evaluate_knn, xmoco.evaluate_linear, xmoco.evaluate_finetune):
+        with pytest.raises(xmoco.UserError, match="class2") as refusal:
+            function(weights, two_splits, place=Place("cpu"))
+        assert "\n" not in str(refusal.value)
+
+
+def test_a_class_of_one_image_that_nobody_can_vote_for_is_told(
+    weights: Path, tmp_path: Path
+) -> None:
+    images = make_images(tmp_path / "images", each=4)
+    for name in ("001.png", "002.png", "003.png"):
+        (images / "class3" / name).unlink()
+    ear = Ear()
+    xmoco.evaluate_knn(weights, images, ks=(1,), listener=ear)
+    (sentence,) = ear.heard
+    assert "single image of class class3" in sentence
 
 
 def test_records_tell_weights_apart_as_they_came(weights: Path, two_splits: Path) -> None:

@@ -301,7 +301,7 @@ def test_every_layout_is_tested() -> None:
     assert {name for name, _ in MAKERS.values()} == {layout.name for layout in LAYOUTS}
 
 
-@pytest.mark.parametrize("ending", [".pth", ".pt", ".ckpt", ".safetensors"])
+@pytest.mark.parametrize("ending", [".pth", ".pt", ".ckpt", ".safetensors", ".PTH", ".pkl", ""])
 def test_endings_and_the_format_before_zip(tmp_path: Path, ending: str) -> None:
     network = some_resnet()
     path = tmp_path / f"weights{ending}"

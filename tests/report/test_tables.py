@@ -66,6 +66,7 @@ def record(
     size: int = 224,
     data: str = "pets (train)",
     name: str = "transfer, frozen",
+    digest: str | None = None,
     seed: int = 0,
 ) -> Record:
     protocol = {
@@ -77,7 +78,7 @@ def record(
         "set": set,
         "metric": metric,
         "judged_images": 3669,
-    }
+    } | ({} if digest is None else {"digest": digest})
     return Record(measure, value, "%", subject, "pets-resnet50", protocol, seed)
 
 
@@ -169,6 +170,25 @@ def test_figures_and_marks_are_the_papers(mode: Mode, tmp_path: Path) -> None:
     }
     otherwise = {(mode, *cell): mark for cell, (_, mark) in paper.items() if mark != drawn[cell][1]}
     assert otherwise == {cell: mark for cell, mark in DEVIATIONS.items() if cell[0] == mode}
+
+
+def test_different_weights_of_one_seed_have_rows_of_their_own(tmp_path: Path) -> None:
+    rendered = render(
+        tmp_path,
+        record(10, digest="aaaaaa111111"),
+        record(20, digest="bbbbbb222222"),
+        record(25, digest="bbbbbb222222"),  # measured again
+        record(30, digest="aaaaaa111111", set="Flowers"),
+        small(50, digest="cccccc333333"),
+        small(52, digest="dddddd444444", seed=1),
+    )
+    first, second = (f"{XMOCO} ({digest})" for digest in ("aaaaaa", "bbbbbb"))
+    assert XMOCO not in rendered.lines
+    assert [rendered.cell(row, "Pets") for row in (first, second)] == ["10.0", "25.0"]
+    assert [rendered.cell(row, "Flowers")[:4] for row in (first, second)] == ["30.0", "–"]
+    assert rendered.cell(XMOCO_SMALL, "Pets").startswith("51.0 ± ")  # seeds of one method
+    # An older record, which does not tell its weights, is of the same row.
+    assert render(tmp_path, record(10), record(20, digest="a")).cell(XMOCO, "Pets") == "20.0"
 
 
 def test_a_few_cells_known_by_heart(tmp_path: Path) -> None:

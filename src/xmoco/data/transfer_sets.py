@@ -97,11 +97,11 @@ def open_transfer_set(
         if name.lower() in map(str.lower, TRANSFER_SETS):  # whose column it must not get into
             name += " (own)"
         splits = _folders(_data(source, root, download))
-    _check_classes(splits)
+    check_classes(splits)
     chosen_metric = _chosen_metric(cast(Metric | None, metric), usual, splits[0])
     if len(splits) == 2:
         splits = _with_validation(*splits)
-        _check_classes(splits)  # by labels of which an image may have several, a class may be lost
+        check_classes(splits)  # by labels of which an image may have several, a class may be lost
     train, validation, test = splits
     return TransferSet(name, train, validation, test, chosen_metric)
 
@@ -136,7 +136,7 @@ def _chosen_metric(metric: Metric | None, usual: Metric, images: ImageSet) -> Me
     return metric or usual
 
 
-def _check_classes(splits: Splits) -> None:
+def check_classes(splits: Splits) -> None:
     """Every class must be in every split.
 
     A class that was never learned cannot be recognised, and one that is never asked for would drop

@@ -50,14 +50,15 @@ def cached_features(
     border: bool = True,
     folder: Path | None,
     unreadable: Unreadable | None = None,
+    on_reading: Progress | None = None,
     on_progress: Progress | None = None,
     say: Callable[[str], None],
 ) -> Features:
     """As ``backbone_features``, but kept in ``folder`` (nowhere if there is none).
 
-    ``on_progress`` counts the images twice: when they are read for the key and, if their features
-    are not there, when these are computed. ``say`` is told of damage, and when features cannot be
-    kept; neither ends the evaluation.
+    ``on_reading`` counts the images when they are read for the key; ``on_progress``, if their
+    features are not there, when these are computed. ``say`` is told of damage, and when features
+    cannot be kept; neither ends the evaluation.
     """
     compute = partial(
         backbone_features, backbone, images, views, device, readers,
@@ -68,7 +69,7 @@ def cached_features(
     facts = (
         *(FORMAT, torch.__version__.split(".")[:2], device.type),  # devices round differently
         *(repr(backbone), tensors_digest(backbone.state_dict())),
-        content_digest(images, readers, on_progress),
+        content_digest(images, readers, on_reading),
         *(views.size, views.mean, views.std, border),
     )
     key = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()

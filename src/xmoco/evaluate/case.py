@@ -1,7 +1,7 @@
 """What every evaluation starts from: weights, a place to run, labelled images; and its records."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from xmoco.config import DataConfig, ViewsConfig
 from xmoco.data import ImageSet, Unreadable, open_images
 from xmoco.data.fingerprint import tensors_digest
-from xmoco.data.transfer_sets import set_name
+from xmoco.data.transfer_sets import check_classes, set_name
 from xmoco.errors import UserError
 from xmoco.evaluate.cache import cached_features
 from xmoco.evaluate.classify import OnStep
@@ -71,6 +71,7 @@ class Case:
     place: Place
     device: torch.device
     listener: Listener
+    unreadable: set[str] = field(default_factory=set)  # images of which was told
 
     @classmethod
     def open(
@@ -92,8 +93,11 @@ class Case:
     def bf16(self) -> bool:
         return self.place.precision == "bf16"
 
-    def features(self, images: ImageSet, stage: str, border: bool = True) -> Features:
-        """Features of the central views, from the cache if they are there."""
+    def features(self, images: ImageSet, what: str, border: bool = True) -> Features:
+        """Features of the central views, from the cache if they are there.
+
+        ``what`` the images are stands beside the progress.
+        """
         broken = Unreadable(len(images))
         features = cached_features(
             self.weights.backbone,
@@ -104,7 +108,8 @@ class Case:
             border=border,
             folder=None if self.place.cache is None else Path(self.place.cache),
             unreadable=broken,
-            on_progress=self.on_progress(stage),
+            on_reading=self.on_progress(f"reading {what}"),
+            on_progress=self.on_progress(f"features of {what}"),
             say=self.listener.say,
         )
         self.tell_of(broken)
@@ -116,16 +121,18 @@ class Case:
         return features
 
     def tell_of(self, unreadable: Unreadable) -> None:
-        """Say which images could not be read."""
+        """Say which images could not be read, of each once."""
         for where, why in unreadable:
-            self.listener.say(f"{where} cannot be read ({why}); another image takes its place.")
+            if where not in self.unreadable:
+                self.unreadable.add(where)
+                self.listener.say(f"{where} cannot be read ({why}); another image takes its place.")
 
     def on_progress(self, stage: str) -> Callable[[int, int], None]:
         return partial(self.listener.progress, stage)
 
     def on_step(self, stage: str) -> OnStep:
         return lambda done, total, loss: self.listener.progress(
-            stage, done, total, f"loss {loss:.3f}"
+            stage, done, total, "" if loss is None else f"loss {loss:.3f}"
         )
 
     def record(
@@ -184,6 +191,8 @@ def labelled_splits(data: str | Path, place: Place) -> tuple[ImageSet, ImageSet 
                 f"{images.name} has images of several classes at once: only "
                 "`xmoco evaluate transfer` can judge by those."
             )
+    if test is not None:
+        check_classes([train, test])
     return train, test
 
 

@@ -6,6 +6,7 @@ A protocol says how long, with which rates and on what course; ``train_classifie
 
 import dataclasses
 import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from xmoco.config import ViewsConfig
 from xmoco.data import Batch, Batches, ImageSet, Unreadable, in_order
+from xmoco.data.batches import Progress
 from xmoco.data.views import central, draw, render
 from xmoco.errors import UserError
 from xmoco.nn.backbones import feature_size
@@ -30,8 +32,10 @@ PIXELS_AT_ONCE = 256 * 224**2
 MOST_AT_ONCE = 16
 """Batches."""
 
-OnStep = Callable[[int, int, float], None]
-"""Told the steps done, their total and the loss, now and then."""
+OnStep = Callable[[int, int, float | None], None]
+"""Told the steps done, their total and the loss, now and then; before the first step, no loss."""
+TELL_AFTER = 2.0
+"""Seconds: where steps are slow, each is told of."""
 
 
 @dataclass(frozen=True)
@@ -124,12 +128,14 @@ def train_classifier(
     seed: int = 0,
     readers: int = 8,
     on_step: OnStep | None = None,
+    on_unreadable: Callable[[Unreadable], None] | None = None,
 ) -> nn.Linear:
     """The head of a classifier trained on random resized crops and flips of ``train``.
 
     Its loss is cross entropy or, where an image may be of several classes, the binary one of each
     class. Fine-tuning changes the backbone that is given; a frozen one is checked to be as it was.
-    ``views`` tells size, mean and std.
+    ``views`` tells size, mean and std. ``on_unreadable`` is told at the end which images could not
+    be read.
     """
     if train.labels is None or train.classes is None:
         raise UserError(f"{train.name} has no labels: a classifier needs them.")
@@ -160,8 +166,11 @@ def train_classifier(
     def see(images: Batch, step: int) -> Tensor:
         return render(images.images, images.sizes, draw(crops, batch, seed, step, 0), crops)
 
+    if on_step is not None:
+        on_step(0, total, None)
+    told = time.monotonic()
     with closing(batches.from_step(0)) as stream:
-        at_once = _batches_at_once(batch, crops.size) if protocol.frozen else 1
+        at_once = _batches_at_once(batch, crops.size, device) if protocol.frozen else 1
         steps = _seen(stream, see, total, at_once, backbone, protocol.frozen, bf16)
         for step, (features, labels) in enumerate(steps):
             for group in optimizer.param_groups:
@@ -170,7 +179,9 @@ def train_classifier(
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
-            if step % 20 == 19 or step + 1 == total:
+            late = time.monotonic() > told + TELL_AFTER
+            if step % 20 == 19 or step + 1 == total or late:
+                told = time.monotonic()
                 value = float(loss.detach())
                 if not math.isfinite(value):
                     raise DivergedError(
@@ -180,11 +191,15 @@ def train_classifier(
                     on_step(step + 1, total, value)
     if before is not None:
         _check_unchanged(backbone, before)
+    if on_unreadable is not None:
+        on_unreadable(batches.unreadable)
     return head
 
 
-def _batches_at_once(batch: int, size: int) -> int:
+def _batches_at_once(batch: int, size: int, device: torch.device) -> int:
     """A frozen backbone can look at several small batches together, which a GPU does sooner."""
+    if device.type == "cpu":
+        return 1
     return min(MOST_AT_ONCE, max(1, PIXELS_AT_ONCE // (batch * size**2)))
 
 
@@ -228,6 +243,7 @@ def class_scores(
     readers: int = 8,
     border: bool = True,
     unreadable: Unreadable | None = None,
+    on_progress: Progress | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Scores (n, classes) of the central views, and the labels, both on the device.
 
@@ -245,6 +261,8 @@ def class_scores(
             if batch.labels is None:
                 raise UserError(f"{images.name} has no labels to judge by.")
             labels.append(batch.labels)
+            if on_progress is not None:
+                on_progress(sum(map(len, labels)), len(images))
     return torch.cat(scores), torch.cat(labels).to(device)
 
 

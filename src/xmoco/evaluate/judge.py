@@ -1,11 +1,14 @@
 """Judging weights on labelled images by kNN, linear classification and fine-tuning, as records."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from xmoco.data import Unreadable
+from torch import Tensor
+
+from xmoco.data import ImageSet, Unreadable
 from xmoco.data.subset import labelled_share
 from xmoco.errors import UserError, nearest
 from xmoco.evaluate.case import Case, Listener, Place, check_seed, labelled_splits, source_name
@@ -33,9 +36,11 @@ def evaluate_knn(
         raise UserError("k must be at least 1, and the temperature above 0.")
     case = Case.open(weights, place, listener)
     train, test = labelled_splits(data, case.place)
-    bank = case.features(train, "features of training images")
-    asked = None if test is None else case.features(test, "features of test images")
+    bank = case.features(train, "training images")
+    asked = None if test is None else case.features(test, "test images")
     assert bank.labels is not None
+    if test is None:
+        _tell_of_single_images(case, train, bank.labels)
     accuracies = knn_accuracy(
         bank.vectors,
         bank.labels,
@@ -63,6 +68,17 @@ def evaluate_knn(
         )
         for k, accuracy in accuracies.items()
     ]
+
+
+def _tell_of_single_images(case: Case, images: ImageSet, labels: Tensor) -> None:
+    counts = Counter(labels.tolist())
+    alone = [name for label, name in enumerate(images.classes or ()) if counts[label] == 1]
+    if alone:
+        more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
+        case.listener.say(
+            f"{images.name} has a single image of class {alone[0]}{more}: no other image can vote "
+            "for it, so it counts as wrong."
+        )
 
 
 def evaluate_linear(
@@ -122,11 +138,12 @@ def _classify(
     head = train_classifier(
         backbone, train, protocol, views=views, device=device, bf16=case.bf16, seed=seed,
         readers=case.place.readers, on_step=case.on_step(protocol.name),
+        on_unreadable=case.tell_of,
     )  # fmt: skip
     broken = Unreadable(len(test))
     scores, labels = class_scores(
         backbone, head, test, views=views, device=device, bf16=case.bf16,
-        readers=case.place.readers, unreadable=broken,
+        readers=case.place.readers, unreadable=broken, on_progress=case.on_progress("judging"),
     )  # fmt: skip
     case.tell_of(broken)
     return [

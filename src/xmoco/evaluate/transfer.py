@@ -76,7 +76,7 @@ def evaluate_transfer(
 
 def _frozen(case: Case, images: TransferSet) -> Record:
     train, validation, test = (
-        _on_device(case.features(part, f"features of {name} images", border=False), case.device)
+        _on_device(case.features(part, f"{name} images", border=False), case.device)
         for name, part in (
             ("training", images.train),
             ("validation", images.validation),
@@ -127,7 +127,7 @@ def _end_to_end(case: Case, images: TransferSet, grid: Grid, seed: int, folder: 
             "set": images.name,
             "metric": images.metric,
             "images": [
-                content_digest(part, case.place.readers)
+                content_digest(part, case.place.readers, case.on_progress("reading images"))
                 for part in (images.train, images.validation, images.test)
             ],
             **dataclasses.asdict(grid),
@@ -144,14 +144,14 @@ def _end_to_end(case: Case, images: TransferSet, grid: Grid, seed: int, folder: 
                 point, _tuned(case, images, grid.protocol(point), train, validation, seed, stage)
             )
         best, value = file.best()
-        note = f"best {value:.2f} % (rate {best.rate:.2g}, weight decay {best.weight_decay:.2g})"
+        note = f"best {value:.2f} % (rate {best.rate:.2g}, decay {best.weight_decay:.2g})"
         case.listener.progress("grid", number, len(grid.points), note)
     chosen, value = file.best()
     if value < 0:
         raise UserError(f"no point of the grid {grid.name} could be trained on {images.name}.")
     protocol = grid.protocol(chosen)
     both, test = _kept(case, images.train_and_validation), _kept(case, images.test)
-    result = _tuned(case, images, protocol, both, test, seed, "the chosen point on all images")
+    result = _tuned(case, images, protocol, both, test, seed, "the point chosen")
     if result < 0:
         raise UserError(
             f"the point chosen on {images.name} (rate {chosen.rate:.2g}, weight decay "
@@ -174,7 +174,16 @@ def _end_to_end(case: Case, images: TransferSet, grid: Grid, seed: int, folder: 
 
 def _kept(case: Case, images: ImageSet) -> ImageSet:
     """Decoded once and kept on the device, if there is room."""
-    return resident(images, case.device, readers=case.place.readers)
+    broken = Unreadable(len(images))
+    kept = resident(
+        images,
+        case.device,
+        readers=case.place.readers,
+        unreadable=broken,
+        on_progress=case.on_progress("decoding images"),
+    )
+    case.tell_of(broken)
+    return kept
 
 
 def _tuned(

@@ -93,7 +93,7 @@ def load_weights(weights: str | Path) -> Weights:
     if library in ("torchvision", "timm"):
         return _load_model(library, model)
     path = _weights_file(weights)
-    if path.suffix in PICKLES:
+    if _is_pickle(path):
         return _others(_read_pickle(path), path)
     card = _own_card(path)
     tensors = _read_safetensors(path)
@@ -114,7 +114,7 @@ def read_card(weights: str | Path) -> tuple[BackboneCard, Path]:
     """
     named = str(weights).startswith(("torchvision:", "timm:"))
     path = Path(weights) if named else _weights_file(weights)
-    own = None if named or path.suffix in PICKLES else _own_card(path)
+    own = None if named or _is_pickle(path) else _own_card(path)
     return own or load_weights(path).card, path
 
 
@@ -129,6 +129,18 @@ def _weights_file(weights: str | Path) -> Path:
             f"no weights at {path}: give a run folder, a file of weights or torchvision:resnet50."
         )
     return path
+
+
+def _is_pickle(path: Path) -> bool:
+    """Told by the first bytes, and by the name where they tell nothing."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(9)
+    except OSError:
+        head = b""  # whoever reads it in earnest will say why it cannot be read
+    if head[8:] == b"{":  # after its length, the header of safetensors begins
+        return False
+    return head.startswith((b"PK", b"\x80")) or path.suffix.lower() in PICKLES
 
 
 def _own_card(path: Path) -> BackboneCard | None:

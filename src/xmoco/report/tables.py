@@ -71,6 +71,7 @@ class Protocol(BaseModel):
     size: int = Field(ge=1)
     data: Name
     name: Name
+    digest: str = Field("", description="Of the weights; older records have none.")
 
 
 class Transfer(BaseModel):
@@ -279,13 +280,30 @@ def _paper_rows(mode: Mode) -> Iterator[Row]:
         )
 
 
-RowKey = tuple[str, int, Setting]
+RowKey = tuple[str, int, Setting, str]
+"""Subject, epochs, setting; and the digest of the weights, where the rest does not tell them."""
 
 
-def _row_key(record: Transfer) -> RowKey:
+def _row_key(record: Transfer, digest: str = "") -> RowKey:
     protocol = record.protocol
     setting = Setting(protocol.backbone, protocol.size, protocol.name)
-    return record.subject, protocol.epoch, setting
+    return record.subject, protocol.epoch, setting, digest
+
+
+def _row_keys(records: Sequence[Transfer]) -> list[RowKey]:
+    """Of every record, the row it belongs to.
+
+    Weights of several seeds share a row, as runs of one method. Different weights of the same seed
+    are of different methods, whatever their name: those have rows of their own.
+    """
+    digests: dict[tuple[RowKey, int], set[str]] = {}
+    for record in records:
+        digests.setdefault((_row_key(record), record.seed), set()).add(record.protocol.digest)
+    mixed = {key for (key, _), found in digests.items() if len(found - {""}) > 1}
+    return [
+        _row_key(record, record.protocol.digest if _row_key(record) in mixed else "")
+        for record in records
+    ]
 
 
 def _column(record: Transfer) -> Column:
@@ -298,11 +316,12 @@ def _counted(records: Sequence[Transfer]) -> list[Transfer]:
     Where a set's images were exchanged meanwhile, only the last images count: a mean over different
     images would be of neither.
     """
-    images = {(_row_key(record), _column(record)): record.protocol.data for record in records}
+    keyed = list(zip(_row_keys(records), records, strict=True))
+    images = {(key, _column(record)): record.protocol.data for key, record in keyed}
     last = {
-        (_row_key(record), _column(record), record.seed): record
-        for record in records
-        if record.protocol.data == images[_row_key(record), _column(record)]
+        (key, _column(record), record.seed): record
+        for key, record in keyed
+        if record.protocol.data == images[key, _column(record)]
     }
     return list(last.values())
 
@@ -310,12 +329,13 @@ def _counted(records: Sequence[Transfer]) -> list[Transfer]:
 def _measured_rows(records: Sequence[Transfer]) -> Iterator[Row]:
     """One row per method, epochs and setting, in the order of their first records."""
     found: dict[RowKey, dict[Column, list[float]]] = {}
-    for record in records:
-        cells = found.setdefault(_row_key(record), {})
+    for key, record in zip(_row_keys(records), records, strict=True):
+        cells = found.setdefault(key, {})
         cells.setdefault(_column(record), []).append(record.value)
-    for (subject, epochs, setting), by_column in found.items():
+    for (subject, epochs, setting, digest), by_column in found.items():
+        label = _label(subject, epochs, setting.backbone)
         yield Row(
-            label=_label(subject, epochs, setting.backbone),
+            label=f"{label} ({digest[:6]})" if digest else label,
             setting=setting,
             measured=True,
             # Whatever torchvision and timm offer by these names was trained with labels.
