@@ -508,7 +508,7 @@ def _bars() -> "Iterator[Listener]":
     class Bars(Listener):
         def progress(self, stage: str, done: int, total: int, note: str = "") -> None:
             if stage not in stages:
-                stages[stage] = bars.add_task(stage, note="")
+                stages[stage] = bars.add_task(stage, total=total, note="")
             elif done < seen[stage]:  # it begins again, of other images: so does its clock
                 bars.reset(stages[stage])
             seen[stage] = done
