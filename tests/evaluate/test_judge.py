@@ -60,6 +60,7 @@ def test_records_of_other_peoples_weights_tell_what_was_loaded(tmp_path: Path) -
     images = make_images(tmp_path / "images", each=1)
     (record,) = xmoco.evaluate_knn(tmp_path / "theirs.pth", images, ks=(1,), place=Place("cpu"))
     assert "layout torchvision" in record.protocol["weights"]
+    assert record.protocol["labelled"]  # it is a classifier
 
 
 def evaluate(function: Callable, weights: Path, data: Path, changes: dict) -> None:

@@ -67,6 +67,7 @@ def record(
     data: str = "pets (train)",
     name: str = "transfer, frozen",
     digest: str | None = None,
+    labelled: bool | None = None,
     seed: int = 0,
 ) -> Record:
     protocol = {
@@ -78,7 +79,9 @@ def record(
         "set": set,
         "metric": metric,
         "judged_images": 3669,
-    } | ({} if digest is None else {"digest": digest})
+    }
+    told = {"digest": digest, "labelled": labelled}
+    protocol |= {fact: value for fact, value in told.items() if value is not None}
     return Record(measure, value, "%", subject, "pets-resnet50", protocol, seed)
 
 
@@ -323,6 +326,14 @@ def test_other_settings_and_labelled_backbones_do_not(other: Record, tmp_path: P
     rendered = render(tmp_path, other)
     assert rendered.cell("XMoCo", "Pets") == "<strong>89.5</strong>"
     assert "99.0" in rendered.lines[rendered.order[-1]]  # a lone row has no mark
+
+
+def test_a_classifier_competes_with_nobody_whatever_its_file_is_called(tmp_path: Path) -> None:
+    rendered = render(
+        tmp_path, small(50, "a"), small(40, "b"), small(90, "resnet18-f37072fd.pth", labelled=True)
+    )
+    cells = [rendered.lines[label][7] for label in rendered.order[-3:]]
+    assert cells == ["<strong>50.0</strong>", "<u>40.0</u>", "90.0"]
 
 
 def test_equal_figures_have_equal_marks(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ class Case:
             work=f"{work}-{card.backbone}",
             protocol={
                 "data": data.name,
-                **({"weights": str(report)} if foreign else {}),
+                **({"weights": str(report), "labelled": report.labelled} if foreign else {}),
                 "backbone": card.backbone,
                 "digest": self.digest,
                 "size": self.views.size,

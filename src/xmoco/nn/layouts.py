@@ -90,6 +90,11 @@ class LoadReport:
     dropped: tuple[str, ...] = ()  # parts of the checkpoint that are not the backbone
     missing: tuple[str, ...] = ()  # counters of batches, which nothing depends on
 
+    @property
+    def labelled(self) -> bool:
+        """Whether they are of a classifier, which was trained with labels."""
+        return self.layout == "torchvision" and "fc" in self.dropped
+
     def __str__(self) -> str:
         dropped = ", ".join(self.dropped) or "nothing"
         missing = f"{len(self.missing)} batch counters" if self.missing else "nothing"

@@ -72,6 +72,7 @@ class Protocol(BaseModel):
     data: Name
     name: Name
     digest: str = Field("", description="Of the weights; older records have none.")
+    labelled: bool = Field(False, description="Whether the weights are of a classifier.")
 
 
 class Transfer(BaseModel):
@@ -329,17 +330,23 @@ def _counted(records: Sequence[Transfer]) -> list[Transfer]:
 def _measured_rows(records: Sequence[Transfer]) -> Iterator[Row]:
     """One row per method, epochs and setting, in the order of their first records."""
     found: dict[RowKey, dict[Column, list[float]]] = {}
+    classifiers = set()
     for key, record in zip(_row_keys(records), records, strict=True):
+        if record.protocol.labelled:
+            classifiers.add(key)
         cells = found.setdefault(key, {})
         cells.setdefault(_column(record), []).append(record.value)
-    for (subject, epochs, setting, digest), by_column in found.items():
+    for key, by_column in found.items():
+        subject, epochs, setting, digest = key
         label = _label(subject, epochs, setting.backbone)
         yield Row(
             label=f"{label} ({digest[:6]})" if digest else label,
             setting=setting,
             measured=True,
             # Whatever torchvision and timm offer by these names was trained with labels.
-            labelled=subject == "supervised" or subject.startswith(("torchvision:", "timm:")),
+            labelled=key in classifiers
+            or subject == "supervised"
+            or subject.startswith(("torchvision:", "timm:")),
             cells={column: _cell(values) for column, values in by_column.items()},
         )
 
