@@ -47,18 +47,12 @@ class Part(NamedTuple):
         return Part(self.vectors.to(device), self.labels.to(device))
 
 
-class Transferred(NamedTuple):
+class Result(NamedTuple):
     strength: float
     accuracy: float
     stopped_early: int | None = None
     """Of scikit-learn's fits, how many reached their limit of iterations."""
-
-
-class Result(NamedTuple):
-    seconds: float
-    strength: float
-    accuracy: float
-    stopped_early: int | None
+    seconds: float = 0.0
 
 
 def main() -> None:
@@ -92,9 +86,7 @@ def main() -> None:
     there = train.to(options.device), test.to(options.device)
     few = Part(there[0].vectors[:1000], there[0].labels[:1000])
     ours(few, few, classes)
-    results = {
-        "xmoco": timed(lambda: ours(*there, classes)),
-    }
+    results = {"xmoco": timed(lambda: ours(*there, classes))}
     for subject, settings in LIBRARY.items():
         results[subject] = timed(partial(scikit_learns, train, test, settings))
 
@@ -143,13 +135,13 @@ def main() -> None:
     print(f"records in {path}")
 
 
-def timed(transfer: Callable[[], Transferred]) -> Result:
+def timed(transfer: Callable[[], Result]) -> Result:
     """A transfer ends with an accuracy off the device, so its own end needs no waiting."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     began = time.perf_counter()
-    transferred = transfer()
-    return Result(time.perf_counter() - began, *transferred)
+    result = transfer()
+    return result._replace(seconds=time.perf_counter() - began)
 
 
 def split(part: Part) -> tuple[Part, Part]:
@@ -162,7 +154,7 @@ def split(part: Part) -> tuple[Part, Part]:
     )
 
 
-def ours(train: Part, test: Part, classes: int) -> Transferred:
+def ours(train: Part, test: Part, classes: int) -> Result:
     fitted, validation = split(train)
     best: tuple[float, float, LinearModel] | None = None
     for strength, model in fit_path(*fitted, classes):
@@ -172,10 +164,10 @@ def ours(train: Part, test: Part, classes: int) -> Transferred:
     assert best is not None
     _, strength, model = best
     final = fit(*train, classes, strength, start=model)
-    return Transferred(strength, top_k(final.scores(test.vectors), test.labels, 1))
+    return Result(strength, top_k(final.scores(test.vectors), test.labels, 1))
 
 
-def scikit_learns(train: Part, test: Part, settings: dict[str, Any]) -> Transferred:
+def scikit_learns(train: Part, test: Part, settings: dict[str, Any]) -> Result:
     fitted, validation = split(train)
     model = LogisticRegression(**settings)
     stopped_early = 0
@@ -195,7 +187,7 @@ def scikit_learns(train: Part, test: Part, settings: dict[str, Any]) -> Transfer
     strength = max(accuracies, key=lambda strength: accuracies[strength])
     fit_to(train, strength)
     accuracy = 100 * model.score(test.vectors.numpy(), test.labels.numpy())
-    return Transferred(strength, accuracy, stopped_early)
+    return Result(strength, accuracy, stopped_early)
 
 
 def made_up(count: int, dimensions: int, seed: int, classes: int = 10) -> tuple[Part, Part]:

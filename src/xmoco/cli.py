@@ -509,20 +509,18 @@ def _bars() -> "Iterator[Listener]":
         def progress(self, stage: str, done: int, total: int, note: str = "") -> None:
             if stage not in stages:
                 stages[stage] = bars.add_task(stage, total=total, note="")
-            elif done < seen[stage]:  # it begins again, of other images: so does its clock
-                bars.reset(stages[stage])
-            seen[stage] = done
+            elif done < bars.tasks[stages[stage]].completed:
+                bars.reset(stages[stage])  # it begins again, of other images: so does its clock
             bars.update(stages[stage], completed=done, total=total, note=note)
 
         def say(self, sentence: str) -> None:
             print(f"xmoco: {sentence}", file=sys.stderr)
 
     stages: dict[str, TaskID] = {}
-    seen: dict[str, int] = {}
     # Where there is little room, the bar and the note give way: counts and times do not.
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(table_column=Column()),
+        BarColumn(),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
         TimeElapsedColumn(table_column=Column(no_wrap=True)),
         TextColumn("elapsed"),

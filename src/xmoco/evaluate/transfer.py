@@ -208,7 +208,7 @@ def _tuned(
     broken = Unreadable(len(judged))
     scores, labels = class_scores(
         backbone, head, judged, views=views, device=device, bf16=bf16, readers=readers,
-        border=False, unreadable=broken,
+        border=False, unreadable=broken, on_progress=case.on_progress("judging"),
     )  # fmt: skip
     case.tell_of(broken)
     return METRICS[images.metric](scores, labels)

@@ -92,7 +92,7 @@ class LoadReport:
 
     @property
     def labelled(self) -> bool:
-        """Whether they are of a classifier, which was trained with labels."""
+        """Whether the checkpoint is of a classifier, which was trained with labels."""
         return self.layout == "torchvision" and "fc" in self.dropped
 
     def __str__(self) -> str:
