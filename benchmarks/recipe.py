@@ -3,7 +3,9 @@
     python benchmarks/recipe.py cifar10 --data cifar10.tar.xz epochs=20
 
 Every kNN measurement of the run becomes a record in benchmarks/results, with the seconds of
-training it took; a table is printed at the end. Other evaluations are separate programs.
+training it took; a table is printed at the end. Other evaluations are separate programs. A run with
+other settings than the recipe's is not what the recipe promises: its records lie in a file apart,
+``changed-recipes.jsonl``, and name the changes.
 """
 
 import argparse
@@ -17,9 +19,12 @@ from rich.console import Console
 from rich.table import Table
 
 import xmoco
+from xmoco.config import MonitorConfig
 from xmoco.records import Record, append_records
 
 RESULTS = Path(__file__).parent / "results"
+NO_CHANGES = {"epochs", *MonitorConfig.model_fields}
+"""Settings that leave a recipe what it is: records name the epochs, and kNN only watches."""
 
 
 def main() -> None:
@@ -37,6 +42,10 @@ def main() -> None:
         )
         records = read_records(run / "metrics.jsonl", result.seconds)
     path = options.results / f"recipe-{records[-1].work}.jsonl"
+    if changes := changes_of(options.settings):
+        path = options.results / "changed-recipes.jsonl"
+        for record in records:
+            record.protocol["changes"] = changes
     append_records(path, records)
     table = Table(title=f"{records[-1].work}: kNN top-1 (k {records[-1].protocol['k']})")
     for heading in ("subject", "epoch", "kNN"):
@@ -45,6 +54,15 @@ def main() -> None:
         table.add_row(record.subject, str(record.protocol["epoch"]), f"{record.value:.2f} %")
     Console().print(table)
     print(f"trained {result.seconds:.0f} s; records in {path}")
+
+
+def changes_of(settings: list[str]) -> str:
+    """Those settings, given as ``key=value`` or ``section.key=value``, that change the recipe."""
+    return " ".join(
+        setting
+        for setting in settings
+        if setting.partition("=")[0].rpartition(".")[2] not in NO_CHANGES
+    )
 
 
 def read_records(metrics: Path, seconds: float) -> list[Record]:

@@ -62,7 +62,7 @@ SETTINGS = (
     *("device", "precision", "launch", "stage", "recipe", "changes", "strengths", "seed"),
 )
 """Of a protocol, and the seed: records that differ in one of these measure different things."""
-LONGEST_FACT = 80
+LONGEST_FACT = 200
 
 
 def results_tables(folder: Path) -> str:

@@ -421,7 +421,7 @@ def test_speeds_stand_beside_lightly_and_above_their_stages(
 
 def test_the_rest_is_on_a_page_of_its_own(tables: ModuleType, tmp_path: Path) -> None:
     def loss(value: float, launch: str, **protocol: Any) -> Record:
-        settings = {"batch": 512, "k": [10, 20], "launch": launch, "settings": "x" * 99}
+        settings = {"batch": 512, "k": [10, 20], "launch": launch, "settings": "x" * 999}
         return Record("loss_ms", value, "ms", "xmoco", "loss-512", settings | protocol, seed=0)
 
     append_records(tmp_path / "loss.jsonl", [loss(9, "eager"), loss(2, "graph", off=1e-5)])
