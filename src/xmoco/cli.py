@@ -333,15 +333,13 @@ def transfer(
     What is chosen (a strength, a rate, a weight decay) is chosen on validation images, trained
     again with them, and judged on the test images once.
     """
-    from xmoco.data.transfer_sets import TRANSFER_SETS, open_transfer_set
+    from xmoco.data.transfer_sets import TRANSFER_SETS, open_transfer_sets
     from xmoco.evaluate.transfer import evaluate_transfer
 
     place = _place(device, root, download, precision, size, cache)
     names = [name for given in data for name in (TRANSFER_SETS if given == "all" else [given])]
     # All are opened first: a mistake in the last should not come out hours later.
-    for images in [
-        open_transfer_set(name, root=root, download=download, metric=metric) for name in names
-    ]:
+    for images in open_transfer_sets(names, root=root, download=download, metric=metric):
         with _bars() as listener:
             record = evaluate_transfer(
                 weights,

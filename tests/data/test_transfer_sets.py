@@ -20,7 +20,13 @@ from PIL import Image
 
 from xmoco.data import ArrayImages, ImageSet
 from xmoco.data.subset import held_out, joined, some_of_every_class
-from xmoco.data.transfer_sets import TRANSFER_SETS, VOC_CLASSES, TransferSet, open_transfer_set
+from xmoco.data.transfer_sets import (
+    TRANSFER_SETS,
+    VOC_CLASSES,
+    TransferSet,
+    open_transfer_set,
+    open_transfer_sets,
+)
 from xmoco.errors import UserError
 
 
@@ -614,3 +620,15 @@ def test_the_rule_never_changes() -> None:
     _, validation = held_out(chosen, 0.2)
     digest = hashlib.sha256(bytes(numbers(chosen)) + b"/" + bytes(numbers(validation)))
     assert digest.hexdigest()[:16] == "d4ceb2fa695b5842"
+
+
+def test_all_sets_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
+    root = str(tmp_path / "nothing")
+    (patterns,) = open_transfer_sets(["patterns"], root=root)
+    assert patterns.name == "patterns"
+    with pytest.raises(UserError) as alone:
+        open_transfer_sets(["patterns", "DTD"], root=root)
+    with pytest.raises(UserError) as several:
+        open_transfer_sets(["DTD", "patterns", "Pets", "./absent"], root=root)
+    assert "torchvision:DTD is not in" in str(alone.value)
+    assert str(several.value) == f"{alone.value} Nor can Pets, ./absent be opened."

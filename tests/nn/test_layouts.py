@@ -9,12 +9,14 @@ import argparse
 import copy
 import os
 import pickle
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -538,6 +540,25 @@ def test_a_function_in_the_optimizer_of_barlow_twins_is_not_looked_up(
     allowed = torch.serialization.get_safe_globals()
     assert load_weights(tmp_path / "checkpoint.pth").report.layout == "barlowtwins"
     assert set(torch.serialization.get_safe_globals()) == set(allowed)  # no more than before
+
+
+@pytest.mark.parametrize("core", ["core", "_core"])  # before and since numpy 2
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.int64, np.int32, np.uint8, np.bool_])
+def test_numbers_of_numpy_do_no_harm(tmp_path: Path, kind: type, core: str) -> None:
+    path = tmp_path / "checkpoint.pth"
+    content = {"state_dict": plain(some_resnet()), "epoch": kind(1), "best": [kind(0)]}
+    torch.save(content, path, _use_new_zipfile_serialization=False)
+    names = re.compile(rb"numpy\.(_core|core)\.multiarray")
+    assert names.search(path.read_bytes())
+    path.write_bytes(names.sub(f"numpy.{core}.multiarray".encode(), path.read_bytes()))
+    assert load_weights(path).report.layout == "torchvision"
+
+
+def test_objects_in_numpy_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint.pth"
+    torch.save(plain(some_resnet()) | {"history": np.array(["a", None])}, path)
+    with pytest.raises(UserError, match=r"could run code.*refused"):
+        load_weights(path)
 
 
 def test_pickles_are_read_as_weights_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ as torchvision leaves them.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -104,6 +104,23 @@ def open_transfer_set(
         check_classes(splits)  # by labels of which an image may have several, a class may be lost
     train, validation, test = splits
     return TransferSet(name, train, validation, test, chosen_metric)
+
+
+def open_transfer_sets(
+    sources: Iterable[str], *, root: str = "data", download: bool = False, metric: str | None = None
+) -> list[TransferSet]:
+    """Each as by ``open_transfer_set``; all that cannot be opened are named at once."""
+    opened, refused = [], []
+    for source in sources:
+        try:
+            opened.append(open_transfer_set(source, root=root, download=download, metric=metric))
+        except UserError as error:
+            refused.append((source, error))
+    if refused:
+        (_, reason), *others = refused
+        nor = f" Nor can {', '.join(source for source, _ in others)} be opened." if others else ""
+        raise UserError(f"{reason}{nor}")
+    return opened
 
 
 def _data(source: str, root: str, download: bool) -> DataConfig:

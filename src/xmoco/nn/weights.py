@@ -11,11 +11,12 @@ import json
 import logging
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast, get_args
 
+import numpy as np
 import safetensors
 import torch
 import torchvision.models
@@ -175,9 +176,19 @@ def _not_run(*_: object) -> None:
     """Stands for a function that a checkpoint mentions."""
 
 
-# Beside tensors, DINO and others save their settings, and Barlow Twins and VICReg the name of a
-# function of theirs: a class that only holds values, and a function that is never called.
-HARMLESS = (argparse.Namespace, (_not_run, "__main__.exclude_bias_and_norm"))
+# Where this is defined depends on numpy's version, and a pickle tells that of its writer.
+_scalar = cast(Callable[..., object], np.float64(0).__reduce__()[0])
+_number_types: list[type] = [type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"]
+
+# What checkpoints hold beside tensors: the settings of DINO and others, in a class that only holds
+# values; of Barlow Twins and VICReg the name of a function, which is never called; and numbers of
+# numpy, such as the best accuracy so far.
+HARMLESS: tuple[Callable[..., object] | tuple[Callable[..., object], str], ...] = (
+    argparse.Namespace,
+    (_not_run, "__main__.exclude_bias_and_norm"),
+    *((_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+    *(np.dtype, *_number_types),
+)
 
 
 def _read_pickle(path: Path) -> Mapping[str, object]:
