@@ -23,8 +23,8 @@ from xmoco.config import MonitorConfig
 from xmoco.records import Record, append_records
 
 RESULTS = Path(__file__).parent / "results"
-NO_CHANGES = {"epochs", *MonitorConfig.model_fields}
-"""Settings that leave a recipe what it is: records name the epochs, and kNN only watches."""
+NO_CHANGES = {"epochs", "seed", *MonitorConfig.model_fields}
+"""Settings that leave a recipe what it is: records name epochs and seed, and kNN only watches."""
 
 
 def main() -> None:

@@ -28,9 +28,10 @@ def test_changed_settings_are_named_and_kept_apart(
         (file,) = tmp_path.glob(pattern)
         return [json.loads(line) for line in file.read_text().splitlines()]
 
-    train("epochs=1", "monitor.knn_every=1")
+    train("epochs=1", "monitor.knn_every=1", "seed=3")
     plain = records("recipe-*.jsonl")
     assert {record["protocol"].get("changes") for record in plain} == {None}
+    assert {record["seed"] for record in plain} == {3}
     assert not (tmp_path / "changed-recipes.jsonl").exists()
 
     train("epochs=1", "knn_every=1", "method.temperature=0.3", "sharpness=3")
