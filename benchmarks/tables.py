@@ -55,9 +55,7 @@ RACE = (
     "rest is what the views of xmoco save. lightly at its best has bf16, 16 workers, pinned "
     "memory, channels-last and a fused optimiser. `waiting` is the share of time without images; "
     "of the stages, `images` is what a batch takes that was read and decoded ahead. Contenders "
-    "have a process each, except in the race on CIFAR-10, which is older and had all in one: on "
-    "photographs lightly came out slower that way, so what is said of it on CIFAR-10 is to be "
-    "measured again."
+    "have a process each."
 )
 
 SETTINGS = (
