@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from xmoco.config import ViewsConfig
 from xmoco.evaluate.case import Listener, Place, labelled_splits, source_name
 from xmoco.evaluate.classify import CosineProtocol, train_classifier
 from xmoco.evaluate.judge import evaluate_finetune, evaluate_knn, evaluate_linear
@@ -60,7 +59,7 @@ def prepare(options: argparse.Namespace) -> None:
         backbone,
         train,
         protocol,
-        views=ViewsConfig(size=card.size, mean=card.mean, std=card.std),
+        views=card.views(),
         device=place.torch_device(),
         bf16=place.precision == "bf16",
         seed=options.seed,

@@ -183,22 +183,26 @@ def at_quarters(records: Sequence[Record], last: int) -> list[Record]:
 
 
 def protocols_table(file: Path, records: Sequence[Record]) -> str:
-    """A row for every protocol, a column for every backbone."""
-    cells = {
-        (protocol, backbone_name(record)): record
-        for record in records
-        if (protocol := protocol_name(record))
-    }
+    """A row for every protocol, and for every size of images if there are several; a column for
+    every backbone."""
+    records = [record for record in records if protocol_name(record)]
+    one_size = len({record["protocol"]["size"] for record in records}) == 1
+
+    def row_name(record: Record) -> str:
+        size = "" if one_size else f", {record['protocol']['size']} px"
+        return f"{protocol_name(record)}{size}"
+
+    cells = {(row_name(record), backbone_name(record)): record for record in records}
     shown = sorted(cells.values(), key=place_of_protocol)
     columns = dict.fromkeys(map(backbone_name, sorted(shown, key=place_of_backbone)))
     rows = []
-    for protocol in dict.fromkeys(map(protocol_name, shown)):
+    for protocol in dict.fromkeys(map(row_name, shown)):
         measured = [cells.get((protocol, column)) for column in columns]
         rows.append([protocol, *("" if r is None else percentage(r) for r in measured)])
     return section(
         f"**{file.stem.removeprefix('protocols-')}**",
         markdown_table(["protocol", *columns], "l" + "r" * len(columns), rows),
-        circumstances(shown, judged_on, image_size),
+        circumstances(shown, judged_on, image_size, crop_size),
         file,
     )
 
@@ -389,6 +393,7 @@ def setting(key: str, words: str) -> Fact:
 
 
 image_size = setting("size", "images of {} px")
+crop_size = setting("crop_size", "random crops of {} px")
 batch_size = setting("batch", "batch {}")
 bank_length = setting("bank_length", "K {}")
 

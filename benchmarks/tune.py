@@ -97,13 +97,13 @@ def attempt(changes: str, options: argparse.Namespace) -> Trial:
     result = xmoco.pretrain(
         options.recipe, data=options.data, out=run, overrides=overrides, resume=run.exists()
     )
-    knn, logistic = judge(result.weights, options.data)
+    knn, logistic = judge(Case.open(result.weights), options.data)
     gc.collect()  # a recorded CUDA graph is freed with the last run's cycles
     return Trial(changes, knn, logistic)
 
 
-def judge(weights: Path, data: str) -> tuple[float, float]:
-    case = Case.open(weights, Place())
+def judge(case: Case, data: str) -> tuple[float, float]:
+    """kNN and logistic regression on ``val/``, by the labels of ``train/``."""
     train, held = (
         case.features(images, "images")
         for images in labelled_splits(data, case.place)

@@ -48,6 +48,15 @@ def test_the_imagenet_recipe_is_the_papers() -> None:
     assert (config.monitor.knn_k, config.monitor.knn_temperature) == (200, 0.1)
 
 
+def test_backbones_are_judged_at_the_size_of_views_or_another() -> None:
+    assert load_config(None, ["size=96"]).views.central_size == 96
+    views = load_config(None, ["size=96", "judged_size=128"]).views
+    assert (views.size, views.central_size) == (96, 128)
+    assert load_config(None, ["judged_size=null"]).views.central_size == 224
+    with pytest.raises(UserError, match=r"views\.judged_size = 7: .* 8\."):
+        load_config(None, ["judged_size=7"])
+
+
 def test_there_are_four_recipes_and_all_load() -> None:
     assert recipe_names() == ["cifar10", "demo", "imagenet", "imagenette"]
     for name in recipe_names():

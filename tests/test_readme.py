@@ -382,6 +382,23 @@ def test_protocols_are_rows_and_backbones_columns(tables: ModuleType, tmp_path: 
     assert tables.measurements_page(tmp_path).endswith("There are no such records yet.\n")
 
 
+def test_images_of_several_sizes_have_rows_of_their_own(tables: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "protocols-pets-resnet18.jsonl"
+    large = protocol_record("linear_top1", 50, "xmoco", name="linear (MoCo)", size=48, crop_size=32)
+    neighbours = protocol_record("knn_top1", 30, "xmoco", k=200, size=48)
+    append_records(file, [*judged("xmoco", 40)[:4], *judged("untrained", 10)[:4]])
+    append_records(file, [large, neighbours])
+    text = tables.results_tables(tmp_path)
+    _, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert rows == [
+        "| kNN, k 20, 32 px | 40.2 % | 10.2 % |",
+        "| kNN, k 200, 32 px | 42.0 % | 12.0 % |",
+        "| kNN, k 200, 48 px | 30.0 % |  |",
+        "| linear (MoCo), 48 px | 50.0 % |  |",
+    ]
+    assert "images of 32 px / images of 48 px; random crops of 32 px;" in text
+
+
 def test_speeds_stand_beside_lightly_and_above_their_stages(
     tables: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,3 +88,20 @@ def test_mistakes_are_told_before_anything_is_trained(tune: Tune, tmp_path: Path
     with pytest.raises(SystemExit, match="no images to judge by"):
         tune("none", data="made")
     assert not (tmp_path / "runs").exists()
+
+
+def test_one_backbone_at_several_sizes(
+    tune: Tune, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [record["value"] for record in tune("none")]
+    (run,) = (tmp_path / "runs").iterdir()
+    arguments = [str(run), "16", "24", "--data", "a/tuning", "--results", "."]
+    monkeypatch.setattr(sys, "argv", ["judged_size.py", *arguments])
+    importlib.import_module("judged_size").main()
+    lines = Path("judged-size.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["protocol"]["size"] for record in records] == [16, 16, 24, 24]
+    assert {record["protocol"]["trained_size"] for record in records} == {16}
+    assert [record["measure"] for record in records] == ["knn_top1", "logistic_top1"] * 2
+    # The recipe's own size gives what the trial was judged by.
+    assert [record["value"] for record in records[:2]] == expected

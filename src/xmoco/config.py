@@ -70,6 +70,13 @@ class DataConfig(Section):
 
 class ViewsConfig(Section):
     size: int = Field(224, ge=8, le=1024, description="Side of a view in pixels.")
+    judged_size: int | None = Field(
+        None,
+        ge=8,
+        le=1024,
+        description="Side of the central view by which a backbone is judged. Random crops show "
+        "things larger than whole images do, so more than `size` may suit; null: `size`.",
+    )
     crop_scale: Range = Field((0.2, 1.0), description="Share of the image's area a crop covers.")
     crop_ratio: Range = Field((3 / 4, 4 / 3), description="Width : height of a crop.")
     flip: Probability = Field(0.5, description="Chance of a horizontal flip.")
@@ -89,6 +96,10 @@ class ViewsConfig(Section):
     blur_sigma: Range = Field((0.1, 2.0), description="Standard deviation of the blur in pixels.")
     mean: Rgb = Field((0.485, 0.456, 0.406), description="Subtracted from the channels (0 to 1).")
     std: Rgb = Field((0.228, 0.224, 0.225), description="Divides the channels afterwards.")
+
+    @property
+    def central_size(self) -> int:
+        return self.judged_size or self.size
 
     @field_validator("crop_scale")
     @classmethod

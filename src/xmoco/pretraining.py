@@ -289,6 +289,7 @@ def _finish(config: Config, training: Training, monitor: Monitor, run: RunFolder
         method=config.method.name,
         epochs=config.train.epochs,
         seed=config.train.seed,
+        judged_size=config.views.judged_size,
     )
     save_backbone(backbone, card, run.weights)
     report = write_report(

@@ -4,14 +4,18 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torchvision
+from torch import Tensor
 
 import xmoco
 from helpers import make_images, run_cli
+from xmoco.evaluate import classify
 from xmoco.evaluate.case import Listener, Place
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
@@ -38,6 +42,44 @@ def test_records_of_a_set_with_two_splits(weights: Path, tmp_path: Path) -> None
         assert protocol["voters"] == protocol["k"]
         assert "weights" not in protocol  # our own are told by subject, work and epoch
     assert xmoco.evaluate_knn(weights, tmp_path / "Set.v2", ks=(2,))[0].value == records[0].value
+
+
+def seen_sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Sides of the views that a classifier is trained on and judged by, once it was."""
+    sides: dict[str, int] = {}
+
+    def watched(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def watch(*args: object, **kwargs: object) -> Tensor:
+            pixels = function(*args, **kwargs)
+            sides[name] = pixels.shape[-1]
+            return pixels
+
+        return watch
+
+    for name in ("render", "central"):
+        monkeypatch.setattr(classify, name, watched(name, getattr(classify, name)))
+    return sides
+
+
+def test_whole_images_may_be_shown_at_another_size_than_crops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = tmp_path / "backbone.safetensors"
+    save_backbone(build_backbone("tiny", "cifar"), replace(CARD, judged_size=24), weights)
+    make_images(tmp_path / "images" / "train", each=3)
+    make_images(tmp_path / "images" / "val", each=2)
+    sides = seen_sizes(monkeypatch)
+    linear = partial(xmoco.evaluate_linear, weights, tmp_path / "images", epochs=1)
+    record, _ = linear(place=Place("cpu"))
+    assert sides == {"render": 16, "central": 24}
+    assert (record.protocol["crop_size"], record.protocol["size"]) == (16, 24)
+    record, _ = linear(place=Place("cpu", size=20))
+    assert sides == {"render": 20, "central": 20}
+    assert (record.protocol["crop_size"], record.protocol["size"]) == (20, 20)
+
+    knn = partial(xmoco.evaluate_knn, weights, tmp_path / "images", ks=(2,))
+    (own,), (asked,) = knn(place=Place("cpu")), knn(place=Place("cpu", size=24))
+    assert (own.protocol["size"], own.value) == (24, asked.value)
 
 
 def test_one_split_is_judged_by_leaving_one_out(weights: Path, tmp_path: Path) -> None:

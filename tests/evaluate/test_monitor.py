@@ -1,6 +1,6 @@
 """The kNN monitor: what it measures, on which images, and what its records say."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -51,6 +51,22 @@ def test_records_of_all_three_subjects() -> None:
         assert (protocol["bank_images"], protocol["judged_images"]) == (18, 12)
         assert (protocol["size"], protocol["temperature"]) == (8, 0.1)
         assert protocol["voters"] == 3
+
+
+def test_images_are_judged_at_the_size_that_was_asked_for() -> None:
+    class Watching(Flat):
+        sides: ClassVar[set[int]] = set()
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            self.sides.add(images.shape[-1])
+            return super().forward(images)
+
+    config = CONFIG.model_copy(
+        update={"views": CONFIG.views.model_copy(update={"judged_size": 12})}
+    )
+    judge = Monitor(config, "colours", coloured(6, 0), coloured(4, 1), torch.device("cpu"))
+    assert judge.untrained(Watching()).protocol["size"] == 12
+    assert Watching.sides == {12}
 
 
 def test_wrong_labels_are_noticed() -> None:

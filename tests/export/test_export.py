@@ -265,6 +265,16 @@ def test_detectron2_configuration(
 # ONNX
 
 
+def test_onnx_takes_images_of_the_size_that_evaluations_show(tmp_path: Path) -> None:
+    card = replace(CARD, backbone="tiny", stem="cifar", judged_size=40)
+    weights = tmp_path / "backbone.safetensors"
+    save_backbone(build_backbone("tiny", "cifar"), card, weights)
+    path = export(weights, "onnx", tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert session.get_inputs()[0].shape[1:] == [3, 40, 40]
+    assert "images of 40 × 40" in how_to_load(weights, "onnx", path)
+
+
 def test_onnx(tiny: Path, tmp_path: Path) -> None:
     path = export(tiny, "onnx", tmp_path / "model.onnx")
     model = onnx.load(path)

@@ -46,6 +46,24 @@ def test_round_trip_of_weights_statistics_and_card(tmp_path: Path) -> None:
             assert_close(loaded(images), backbone.eval()(images))
 
 
+def test_the_size_to_be_judged_at(tmp_path: Path) -> None:
+    path = tmp_path / "backbone.safetensors"
+    save_backbone(build_backbone("tiny", "cifar"), replace(CARD, judged_size=40), path)
+    views = read_card(path)[0].views()
+    assert (views.size, views.central_size) == (32, 40)
+    views = read_card(path)[0].views(64)
+    assert (views.size, views.central_size) == (64, 64)
+
+
+def test_a_card_that_names_no_size_to_be_judged_at(tmp_path: Path) -> None:
+    path = tmp_path / "backbone.safetensors"
+    card = {name: value for name, value in asdict(CARD).items() if name != "judged_size"}
+    backbone = build_backbone("tiny", "cifar")
+    save_file(backbone.state_dict(), path, metadata={"xmoco": json.dumps(card)})
+    views = read_card(path)[0].views()
+    assert (views.size, views.central_size) == (32, 32)
+
+
 def test_loads_into_torchvision_by_hand(tmp_path: Path) -> None:
     path = tmp_path / "backbone.safetensors"
     save_backbone(build_backbone("resnet18"), replace(CARD, backbone="resnet18"), path)

@@ -64,6 +64,7 @@ def record(
     backbone: str = "resnet50",
     epoch: int = 200,
     size: int = 224,
+    crop_size: int | None = None,
     data: str = "pets (train)",
     name: str = "transfer, frozen",
     digest: str | None = None,
@@ -80,7 +81,7 @@ def record(
         "metric": metric,
         "judged_images": 3669,
     }
-    told = {"digest": digest, "labelled": labelled}
+    told = {"crop_size": crop_size, "digest": digest, "labelled": labelled}
     protocol |= {fact: value for fact, value in told.items() if value is not None}
     return Record(measure, value, "%", subject, "pets-resnet50", protocol, seed)
 
@@ -282,6 +283,22 @@ def test_rows_are_of_one_method_epochs_and_setting(tmp_path: Path) -> None:
         "<em>Measured: ResNet-18, 64 px; transfer, frozen</em>",
         XMOCO_SMALL,
     ]
+
+
+def test_rows_of_other_crops_do_not_compare(tmp_path: Path) -> None:
+    rendered = render(
+        tmp_path,
+        small(60, size=48),
+        small(61, size=48, crop_size=32, seed=1),
+        small(62, size=48, crop_size=48, seed=2),
+    )
+    assert rendered.order[-4:] == [
+        "<em>Measured: ResNet-18, 48 px; transfer, frozen</em>",
+        XMOCO_SMALL,
+        "<em>Measured: ResNet-18, 48 px (trained on 32 px); transfer, frozen</em>",
+        XMOCO_SMALL,
+    ]
+    assert "61.0 ± 1.4" in rendered.html  # the two of the same crops
 
 
 def test_sets_of_ones_own_and_other_metrics_are_further_columns(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def cached_features(
         *(FORMAT, torch.__version__.split(".")[:2], device.type),  # devices round differently
         *(repr(backbone), tensors_digest(backbone.state_dict())),
         content_digest(images, readers, on_reading),
-        *(views.size, views.mean, views.std, border),
+        *(views.central_size, views.mean, views.std, border),
     )
     key = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
     path = folder / f"{key}.safetensors"

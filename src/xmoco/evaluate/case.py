@@ -42,7 +42,7 @@ class Place:
     readers: int = 8
     root: str = "data"
     download: bool = False
-    size: int | None = None  # of the images; that of pre-training if not given
+    size: int | None = None  # of crops and central views; those of the weights if not given
     cache: str | Path | None = None  # where features are kept; nowhere if not given
 
     def __post_init__(self) -> None:
@@ -86,8 +86,7 @@ class Case:
 
     @property
     def views(self) -> ViewsConfig:
-        card = self.weights.card
-        return ViewsConfig(size=self.place.size or card.size, mean=card.mean, std=card.std)
+        return self.weights.card.views(self.place.size)
 
     @property
     def bf16(self) -> bool:
@@ -159,7 +158,7 @@ class Case:
                 **({"weights": str(report), "labelled": report.labelled} if foreign else {}),
                 "backbone": card.backbone,
                 "digest": self.digest,
-                "size": self.views.size,
+                "size": self.views.central_size,
                 "epoch": card.epochs,
                 **protocol,
             },

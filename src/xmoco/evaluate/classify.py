@@ -254,7 +254,7 @@ def class_scores(
     batches = in_order(images, TEST_BATCH, device, readers=readers, unreadable=unreadable)
     with closing(batches):
         for batch in batches:
-            pixels = central(batch.images, batch.sizes, views.size, views, border=border)
+            pixels = central(batch.images, batch.sizes, views.central_size, views, border=border)
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                 features = backbone(pixels)
             scores.append(head(features.float()))

@@ -50,7 +50,7 @@ def backbone_features(
     """
 
     def see(batch: Batch) -> Tensor:
-        pixels = central(batch.images, batch.sizes, views.size, views, border=border)
+        pixels = central(batch.images, batch.sizes, views.central_size, views, border=border)
         features: Tensor = backbone(pixels.contiguous(memory_format=torch.channels_last))
         return features
 

@@ -155,6 +155,7 @@ def _classify(
             seed,
             split="test",
             judged=test.name,
+            crop_size=views.size,
             **asdict(protocol) | {"batch": protocol.batch_for(len(train))},
             label_fraction=fraction,
             train_images=len(train),

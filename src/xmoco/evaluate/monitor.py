@@ -91,7 +91,7 @@ class Monitor:
             "data": self.train.name,
             "split": "leave one out" if alone else "test",
             "features": features,
-            "size": self.config.views.size,
+            "size": self.config.views.central_size,
             "k": monitor.knn_k,
             "voters": voters(monitor.knn_k, len(self.train), alone),
             "temperature": monitor.knn_temperature,

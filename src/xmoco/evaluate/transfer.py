@@ -132,7 +132,8 @@ def _end_to_end(case: Case, images: TransferSet, grid: Grid, seed: int, folder: 
             ],
             **dataclasses.asdict(grid),
             "seed": seed,
-            "size": case.views.size,
+            "size": case.views.central_size,
+            "crop_size": case.views.size,
             "precision": case.place.precision,
         },
     )
@@ -163,6 +164,7 @@ def _end_to_end(case: Case, images: TransferSet, grid: Grid, seed: int, folder: 
         "transfer_end_to_end",
         result,
         seed,
+        crop_size=case.views.size,
         **dataclasses.asdict(protocol) | {"batch": protocol.batch_for(len(both))},
         grid=grid.name,
         rates=len(grid.rates),

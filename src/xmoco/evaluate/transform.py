@@ -31,11 +31,10 @@ class CentralView:
                 f"{str(pixels.dtype).removeprefix('torch.')} {tuple(pixels.shape)}."
             )
         sizes = torch.tensor([pixels.shape[1:]])
-        return central(pixels[None], sizes, self.views.size, self.views)[0].contiguous()
+        return central(pixels[None], sizes, self.views.central_size, self.views)[0].contiguous()
 
 
 def load_transform(weights: str | Path) -> CentralView:
     """What the images of a backbone go through before it sees them; weights as in
     ``load_backbone``."""
-    card = load_weights(weights).card
-    return CentralView(ViewsConfig(size=card.size, mean=card.mean, std=card.std))
+    return CentralView(load_weights(weights).card.views())

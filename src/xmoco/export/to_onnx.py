@@ -19,9 +19,10 @@ OPSET = 20  # what torch's exporter writes natively; ONNX Runtime reads it since
 
 
 def write(backbone: ResNet, card: BackboneCard, file: BinaryIO) -> None:
+    side = card.views().central_size
     program = torch.onnx.export(
         backbone,
-        (torch.zeros(2, 3, card.size, card.size),),
+        (torch.zeros(2, 3, side, side),),
         input_names=["images"],
         output_names=["features"],
         dynamic_shapes=({0: torch.export.Dim("batch")},),

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torchvision.models.resnet import ResNet
 
-from xmoco.config import Backbone
+from xmoco.config import Backbone, ViewsConfig
 from xmoco.errors import UserError, nearest
 from xmoco.files import write_whole
 from xmoco.nn.backbones import build_backbone
@@ -49,12 +49,22 @@ class BackboneCard:
 
     backbone: Backbone
     stem: str
-    size: int  # side of the images it was trained on
+    size: int  # side of the random views it was trained on
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     method: str
     epochs: int
     seed: int
+    judged_size: int | None = None  # side of the central views, where it is another
+
+    def views(self, size: int | None = None) -> ViewsConfig:
+        """What evaluations show it: views of its own sizes, or all of ``size``."""
+        return ViewsConfig(
+            size=size or self.size,
+            judged_size=self.judged_size if size is None else None,
+            mean=self.mean,
+            std=self.std,
+        )
 
 
 def save_backbone(backbone: ResNet, card: BackboneCard, path: Path) -> None:

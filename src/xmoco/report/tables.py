@@ -69,6 +69,7 @@ class Protocol(BaseModel):
     backbone: Name
     epoch: int = Field(ge=0, description="Epochs of pre-training; 0 where nobody knows.")
     size: int = Field(ge=1)
+    crop_size: int | None = Field(None, ge=1, description="Of training; older: as size.")
     data: Name
     name: Name
     digest: str = Field("", description="Of the weights; older records have none.")
@@ -102,6 +103,8 @@ class Setting:
     backbone: str
     size: int
     protocol: str
+    crop_size: int | None = None
+    """Where the classifier was trained on crops of another size than the images judged."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,8 @@ class Row:
     def block(self) -> str:
         """The heading under which the row stands."""
         images = f"{_backbone_name(self.setting.backbone)}, {self.setting.size} px"
+        if self.setting.crop_size is not None:
+            images += f" (trained on {self.setting.crop_size} px)"
         if self.measured:
             return f"Measured: {images}; {self.setting.protocol}"
         return f"Paper: {images}"
@@ -287,7 +292,8 @@ RowKey = tuple[str, int, Setting, str]
 
 def _row_key(record: Transfer, digest: str = "") -> RowKey:
     protocol = record.protocol
-    setting = Setting(protocol.backbone, protocol.size, protocol.name)
+    crops = None if protocol.crop_size == protocol.size else protocol.crop_size
+    setting = Setting(protocol.backbone, protocol.size, protocol.name, crops)
     return record.subject, protocol.epoch, setting, digest
 
 
