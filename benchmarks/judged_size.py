@@ -1,10 +1,11 @@
-"""At which size whole images suit a backbone best: what a recipe's ``judged_size`` should be.
+"""At which size central views suit a backbone best: what a recipe's ``judged_size`` should be.
 
     python benchmarks/validation_split.py cifar10.tar.xz --out tuning.tar
     python benchmarks/judged_size.py runs/cifar10 --data tuning.tar 32 36 40 44 48
 
 A random crop shows things larger than the whole image does at the same size, so that a backbone
-trained on crops may know things best in a larger image. Judged are kNN (k 200) and logistic
+trained on crops may know things best in a larger image. (From 64 px on, a central view leaves out
+the border of the image, which shows things larger too.) Judged are kNN (k 200) and logistic
 regression on frozen features, as in ``tune.py``: ``val/`` by ``train/``. The labels of the test
 images take no part, and should not: the size is chosen by this table.
 """
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recipe import RESULTS
-from tune import STRENGTHS, K, judge
+from tune import STRENGTHS, K, check_splits, judge
 from xmoco.evaluate.case import Case, Place, source_name
 from xmoco.records import Record, append_records
 
@@ -31,16 +32,18 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="images with a train/ and a val/ folder")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_intermixed_args()
-    table = Table(title="whole images of these sizes, judged by held-out labels")
+    places = [Place(size=size) for size in options.sizes]  # a mistake is told now
+    check_splits(options.data)
+    table = Table(title="central views of these sizes, judged by held-out labels")
     for heading in ("px", "kNN", "logistic", "mean"):
         table.add_column(heading, justify="right")
-    for size in options.sizes:
-        case = Case.open(options.weights, Place(size=size))
+    for place in places:
+        case = Case.open(options.weights, place)
         knn, logistic = judge(case, options.data)
         append_records(options.results / "judged-size.jsonl", records(case, options, knn, logistic))
         values = (knn, logistic, (knn + logistic) / 2)
-        table.add_row(str(size), *(f"{value:.2f} %" for value in values))
-        print(f"{size} px: kNN {knn:.2f} %, logistic {logistic:.2f} %", flush=True)
+        table.add_row(str(place.size), *(f"{value:.2f} %" for value in values))
+        print(f"{place.size} px: kNN {knn:.2f} %, logistic {logistic:.2f} %", flush=True)
     Console().print(table)
 
 

@@ -59,7 +59,7 @@ RACE = (
 )
 
 SETTINGS = (
-    *("data", "size", "epoch", "epochs", "k", "name", "label_fraction", "set"),
+    *("data", "digest", "size", "epoch", "epochs", "k", "name", "label_fraction", "set"),
     *("device", "precision", "launch", "stage", "recipe", "changes", "strengths", "seed"),
 )
 """Of a protocol, and the seed: records that differ in one of these measure different things."""
@@ -186,11 +186,10 @@ def protocols_table(file: Path, records: Sequence[Record]) -> str:
     """A row for every protocol, and for every size of images if there are several; a column for
     every backbone."""
     records = [record for record in records if protocol_name(record)]
-    one_size = len({record["protocol"]["size"] for record in records}) == 1
+    one_size = len(set(map(sizes, records))) == 1
 
     def row_name(record: Record) -> str:
-        size = "" if one_size else f", {record['protocol']['size']} px"
-        return f"{protocol_name(record)}{size}"
+        return protocol_name(record) + ("" if one_size else f", {sizes(record)}")
 
     cells = {(row_name(record), backbone_name(record)): record for record in records}
     shown = sorted(cells.values(), key=place_of_protocol)
@@ -202,7 +201,7 @@ def protocols_table(file: Path, records: Sequence[Record]) -> str:
     return section(
         f"**{file.stem.removeprefix('protocols-')}**",
         markdown_table(["protocol", *columns], "l" + "r" * len(columns), rows),
-        circumstances(shown, judged_on, image_size, crop_size),
+        circumstances(shown, judged_on, image_size),
         file,
     )
 
@@ -222,6 +221,13 @@ def protocol_name(record: Record) -> str:
             metric = "" if protocol["metric"] == "top-1" else f", {protocol['metric']}"
             return f"transfer to {protocol['set']}, {how}{metric}"
     return ""
+
+
+def sizes(record: Record) -> str:
+    """Of the images judged and, where they were others, of the random crops learnt from."""
+    size = record["protocol"]["size"]
+    crops = record["protocol"].get("crop_size", size)
+    return f"{size} px" if crops == size else f"{size} px (crops of {crops} px)"
 
 
 def place_of_protocol(record: Record) -> int:
@@ -393,7 +399,6 @@ def setting(key: str, words: str) -> Fact:
 
 
 image_size = setting("size", "images of {} px")
-crop_size = setting("crop_size", "random crops of {} px")
 batch_size = setting("batch", "batch {}")
 bank_length = setting("bank_length", "K {}")
 

@@ -30,6 +30,7 @@ from rich.table import Table
 
 import xmoco
 from recipe import RESULTS
+from xmoco.config import Config
 from xmoco.evaluate.case import Case, Place, labelled_splits, source_name
 from xmoco.evaluate.knn import knn_accuracy
 from xmoco.evaluate.logistic import fit_path
@@ -67,8 +68,7 @@ def main() -> None:
 
     for changes in options.trials:
         load_config(options.recipe, settings_of(changes))  # a mistake is told now
-    if None in labelled_splits(options.data, Place()):
-        raise SystemExit(f"{options.data} has no images to judge by: see validation_split.py.")
+    check_splits(options.data)
     known = known_trials(options)
     trials = []
     for changes in options.trials:
@@ -81,7 +81,14 @@ def main() -> None:
     show(trials)
 
 
-def digest(text: str) -> str:
+def check_splits(data: str) -> None:
+    if None in labelled_splits(data, Place()):
+        raise SystemExit(f"{data} has no images to judge by: see validation_split.py.")
+
+
+def digest(config: Config) -> str:
+    """Of the settings. Those that are not set take no part: there was a time without them."""
+    text = config.model_dump_json(exclude_none=True)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
@@ -92,8 +99,7 @@ def settings_of(changes: str) -> list[str]:
 def attempt(changes: str, options: argparse.Namespace) -> Trial:
     fixed = [f"epochs={options.epochs}", "knn_every=0", "log_every=200"]
     overrides = [*settings_of(changes), *fixed]
-    settings = load_config(options.recipe, overrides).model_dump_json()
-    run = options.runs / digest(settings)
+    run = options.runs / digest(load_config(options.recipe, overrides))
     result = xmoco.pretrain(
         options.recipe, data=options.data, out=run, overrides=overrides, resume=run.exists()
     )
@@ -126,7 +132,7 @@ def judge(case: Case, data: str) -> tuple[float, float]:
 def identity(options: argparse.Namespace) -> dict[str, Any]:
     """What trials that can be compared have in common."""
     return {
-        "recipe": digest(load_config(options.recipe).model_dump_json()),
+        "recipe": digest(load_config(options.recipe)),
         "data": source_name(options.data),
         "split": "validation, held out of the training images",
         "epochs": options.epochs,

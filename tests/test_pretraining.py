@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision.models
+from PIL import Image
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -205,6 +206,19 @@ def test_weights_load_into_torchvision_by_hand(tmp_path: Path) -> None:
     pixels = torch.randn(4, 3, 32, 32)
     with torch.no_grad():
         assert_close(model.eval()(pixels), xmoco.load_backbone(result.weights)(pixels))
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_size_to_be_judged_at_goes_from_the_recipe_into_the_weights(tmp_path: Path) -> None:
+    few = make_images(tmp_path / "few", each=8)
+    views = {"size": 16, "judged_size": 24, "blur": 0.0}
+    recipe = write_recipe(tmp_path / "two.yaml", few, views=views, train={"epochs": 1})
+    result = xmoco.pretrain(recipe, out=tmp_path / "run")
+    records = [line for line in metrics(result.folder) if "measure" in line]
+    assert {record["protocol"]["size"] for record in records} == {24}
+    (judged,) = xmoco.evaluate_knn(result.folder, few, ks=(records[-1]["protocol"]["k"],))
+    assert (judged.protocol["size"], judged.value) == (24, pytest.approx(records[-1]["value"]))
+    assert xmoco.load_transform(result.folder)(Image.new("RGB", (50, 40))).shape == (3, 24, 24)
 
 
 def test_evaluate_knn_prints_and_appends_records(

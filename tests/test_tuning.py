@@ -1,5 +1,6 @@
 """benchmarks/tune.py: trials are judged on held-out images, kept, and never mistaken for others."""
 
+import hashlib
 import importlib
 import json
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from helpers import make_images, no_pictures, write_recipe
 from xmoco.errors import UserError
+from xmoco.settings import load_config
 
 Tune = Callable[..., list[dict[str, Any]]]
 
@@ -95,13 +97,31 @@ def test_one_backbone_at_several_sizes(
 ) -> None:
     expected = [record["value"] for record in tune("none")]
     (run,) = (tmp_path / "runs").iterdir()
-    arguments = [str(run), "16", "24", "--data", "a/tuning", "--results", "."]
-    monkeypatch.setattr(sys, "argv", ["judged_size.py", *arguments])
-    importlib.import_module("judged_size").main()
-    lines = Path("judged-size.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+
+    def judge_at(*sizes: str, data: str = "a/tuning") -> list[dict[str, Any]]:
+        arguments = [str(run), *sizes, "--data", data, "--results", "."]
+        monkeypatch.setattr(sys, "argv", ["judged_size.py", *arguments])
+        importlib.import_module("judged_size").main()
+        return [json.loads(line) for line in Path("judged-size.jsonl").read_text().splitlines()]
+
+    with pytest.raises(UserError, match="4 px are too small"):
+        judge_at("16", "4")
+    with pytest.raises(SystemExit, match="no images to judge by"):
+        judge_at("16", data="made")
+    records = judge_at("16", "24")
     assert [record["protocol"]["size"] for record in records] == [16, 16, 24, 24]
     assert {record["protocol"]["trained_size"] for record in records} == {16}
     assert [record["measure"] for record in records] == ["knn_top1", "logistic_top1"] * 2
     # The recipe's own size gives what the trial was judged by.
     assert [record["value"] for record in records[:2]] == expected
+
+
+def test_settings_that_are_not_set_leave_trials_what_they_were(program: ModuleType) -> None:
+    config = load_config("demo")
+    settings = config.model_dump(mode="json")
+    assert settings["views"].pop("judged_size") is None  # as before there was such a setting
+    expected = hashlib.blake2b(
+        json.dumps(settings, separators=(",", ":")).encode(), digest_size=4
+    ).hexdigest()
+    assert program.digest(config) == expected
+    assert program.digest(load_config("demo", ["judged_size=40"])) != expected

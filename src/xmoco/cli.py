@@ -130,7 +130,9 @@ Device = Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda` or `mps`.")]
 Precision = Annotated[str, typer.Option(help="`fp32` or `bf16`.")]
 Size = Annotated[
     int | None,
-    typer.Option(help="Side of crops and of whole images. Default: as the recipe had them."),
+    typer.Option(
+        help="Side of the images. Default: as in pre-training, or the recipe's judged_size."
+    ),
 ]
 Root = Annotated[str, typer.Option(help="Where torchvision sets are kept.")]
 Download = Annotated[bool, typer.Option("--download", help="Download a torchvision set.")]

@@ -69,7 +69,7 @@ class DataConfig(Section):
 
 
 class ViewsConfig(Section):
-    size: int = Field(224, ge=8, le=1024, description="Side of a view in pixels.")
+    size: int = Field(224, ge=8, le=1024, description="Side of a random view in pixels.")
     judged_size: int | None = Field(
         None,
         ge=8,

@@ -62,6 +62,8 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
         GridFile.open(tmp_path, SETTINGS | {"seed": 1})
     with pytest.raises(UserError, match=r"precision was null and is \"bf16\" now"):
         GridFile.open(tmp_path, SETTINGS | {"precision": "bf16"})
+    with pytest.raises(UserError, match=r"seed was 0 and is null now"):
+        GridFile.open(tmp_path, {name: SETTINGS[name] for name in ("weights", "rates")})
     assert file.path.read_bytes() == before
 
 

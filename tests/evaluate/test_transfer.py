@@ -1,6 +1,7 @@
 """Transfer, frozen and end to end: choices, records, interruption, and mistakes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,18 @@ def test_end_to_end_transfer(weights: Path, images: Path, tmp_path: Path) -> Non
     assert (protocol["head_rate"], protocol["validation"]) == (best["rate"], best["value"])
     assert 0 <= record.value <= 100
     assert weights.read_bytes() == before
+
+
+@pytest.mark.usefixtures("tiny_grid")
+def test_crops_and_images_judged_of_two_sizes(weights: Path, images: Path, tmp_path: Path) -> None:
+    two = tmp_path / "two.safetensors"
+    save_backbone(build_backbone("tiny", "cifar"), replace(CARD, judged_size=24), two)
+    options = {"mode": "end-to-end", "grid": "tiny", "out": tmp_path / "grid"}
+    record = xmoco.evaluate_transfer(two, images, place=PLACE, **options)
+    assert (record.protocol["size"], record.protocol["crop_size"]) == (24, 16)
+    assert xmoco.evaluate_transfer(two, images, place=PLACE).protocol["size"] == 24
+    with pytest.raises(xmoco.UserError, match="crop_size was 16 and is null now"):
+        xmoco.evaluate_transfer(two, images, place=replace(PLACE, size=24), **options)
 
 
 class StopAfter(Listener):

@@ -226,6 +226,22 @@ def test_an_optimiser_of_another_device_is_restored_without_its_settings(recipe:
     assert torch.equal(ours, theirs)
 
 
+def test_a_checkpoint_from_before_there_was_a_setting(recipe: Path) -> None:
+    training = new_training(recipe)
+    training.save()
+    path = training.run.checkpoints.latest()
+    assert path is not None
+    state = torch.load(path)
+    del state["identity"]["settings"]["views"]["judged_size"]
+    torch.save(state, path)
+    assert new_training(recipe).restore()
+
+    state["identity"]["settings"]["views"]["size"] += 8
+    torch.save(state, path)
+    with pytest.raises(UserError, match="belongs to other settings"):
+        new_training(recipe).restore()
+
+
 def test_restoring_another_model(recipe: Path) -> None:
     new_training(recipe).save()
     with pytest.raises(UserError, match="belongs to other settings"):

@@ -65,13 +65,18 @@ def backbone_features(
 def pixel_features(
     images: ImageSet, views: ViewsConfig, device: torch.device, readers: int = 8
 ) -> Features:
-    """Raw pixels of the central views, at 32 px: what no learning at all gives."""
-    side = min(views.size, 32)
+    """Raw pixels of small central views: what no learning at all gives."""
+    side = pixel_side(views)
 
     def see(batch: Batch) -> Tensor:
         return central(batch.images, batch.sizes, side, views).flatten(1)
 
     return _features(see, images, device, readers)
+
+
+def pixel_side(views: ViewsConfig) -> int:
+    """Of the views whose pixels are taken: 32 px at most."""
+    return min(views.central_size, 32)
 
 
 def home(images: int, size: int, device: torch.device) -> torch.device:

@@ -75,7 +75,8 @@ class GridFile:
             return file
         try:
             begun, *points = map(json.loads, lines)
-            changed = [name for name in settings if begun.get(name) != settings[name]]
+            both = begun | settings
+            changed = [name for name in both if begun.get(name) != settings.get(name)]
             file.values = {Point(p["rate"], p["weight_decay"]): float(p["value"]) for p in points}
         except (ValueError, LookupError, TypeError, AttributeError):
             raise UserError(f"{file.path} is damaged: remove it to begin the grid anew.") from None
@@ -83,7 +84,7 @@ class GridFile:
             name = changed[0]
             raise UserError(
                 f"{file.path} was begun with other settings: {name} was {_short(begun.get(name))} "
-                f"and is {_short(settings[name])} now. Go on as it was begun, or give another "
+                f"and is {_short(settings.get(name))} now. Go on as it was begun, or give another "
                 "folder with --out."
             )
         return file

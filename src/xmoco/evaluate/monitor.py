@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from xmoco.config import Config
 from xmoco.data import ImageSet
-from xmoco.evaluate.features import Features, backbone_features, pixel_features
+from xmoco.evaluate.features import Features, backbone_features, pixel_features, pixel_side
 from xmoco.evaluate.knn import knn_accuracy, nearest_neighbours, voters
 from xmoco.records import Record
 
@@ -36,7 +36,9 @@ class Monitor:
             pixel_features(images, self.config.views, self.device, self.config.run.readers)
             for images in self._sets()
         ]
-        return self._judge(sets, subject="raw pixels", features="pixels", epoch=0, step=0)
+        record = self._judge(sets, subject="raw pixels", features="pixels", epoch=0, step=0)
+        record.protocol["size"] = pixel_side(self.config.views)
+        return record
 
     def untrained(self, backbone: nn.Module) -> Record:
         sets = self._features(backbone)

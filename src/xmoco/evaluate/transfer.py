@@ -120,6 +120,7 @@ def _on_device(features: Features, device: torch.device) -> _Labelled:
 
 
 def _end_to_end(case: Case, images: TransferSet, grid: Grid, seed: int, folder: Path) -> Record:
+    size, crop_size = case.views.central_size, case.views.size
     file = GridFile.open(
         folder,
         {
@@ -132,8 +133,8 @@ def _end_to_end(case: Case, images: TransferSet, grid: Grid, seed: int, folder: 
             ],
             **dataclasses.asdict(grid),
             "seed": seed,
-            "size": case.views.central_size,
-            "crop_size": case.views.size,
+            "size": size,
+            **({} if crop_size == size else {"crop_size": crop_size}),
             "precision": case.place.precision,
         },
     )
@@ -164,7 +165,7 @@ def _end_to_end(case: Case, images: TransferSet, grid: Grid, seed: int, folder: 
         "transfer_end_to_end",
         result,
         seed,
-        crop_size=case.views.size,
+        crop_size=crop_size,
         **dataclasses.asdict(protocol) | {"batch": protocol.batch_for(len(both))},
         grid=grid.name,
         rates=len(grid.rates),

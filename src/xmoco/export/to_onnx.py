@@ -4,8 +4,6 @@ The card of the weights (size, mean, std …) stands in the file's metadata unde
 """
 
 import importlib
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,7 +28,7 @@ def write(backbone: ResNet, card: BackboneCard, file: BinaryIO) -> None:
         verbose=False,
     )
     assert program is not None  # it is None only for the exporter of old
-    program.model.metadata_props["xmoco"] = json.dumps(asdict(card))
+    program.model.metadata_props["xmoco"] = card.as_json()
     for node in program.model.graph:
         node.metadata_props.clear()  # torch's notes for debugging, with the paths of this machine
     file.write(program.model_proto.SerializeToString())

@@ -57,6 +57,11 @@ class BackboneCard:
     seed: int
     judged_size: int | None = None  # side of the central views, where it is another
 
+    def as_json(self) -> str:
+        return json.dumps(
+            {name: value for name, value in asdict(self).items() if value is not None}
+        )
+
     def views(self, size: int | None = None) -> ViewsConfig:
         """What evaluations show it: views of its own sizes, or all of ``size``."""
         return ViewsConfig(
@@ -71,7 +76,7 @@ def save_backbone(backbone: ResNet, card: BackboneCard, path: Path) -> None:
     tensors = {
         name: value.detach().cpu().contiguous() for name, value in backbone.state_dict().items()
     }
-    header = {"xmoco": json.dumps(asdict(card))}  # one entry: several have no fixed order
+    header = {"xmoco": card.as_json()}  # one entry: several have no fixed order
     write_whole(path, save(tensors, metadata=header))
 
 

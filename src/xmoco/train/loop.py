@@ -22,6 +22,7 @@ from xmoco.data.views import draw, joined, render
 from xmoco.distributed import sum_over_processes
 from xmoco.errors import Interrupted, UserError
 from xmoco.methods import Method, Step
+from xmoco.settings import config_from_settings
 from xmoco.train.checkpoints import load_checkpoint
 from xmoco.train.run_folder import RunFolder
 from xmoco.train.schedule import learning_rate
@@ -98,7 +99,7 @@ class Training:
         if path is None:
             return False
         state = load_checkpoint(path)
-        if state.get("identity") != self.identity:
+        if not self._is_ours(state.get("identity")):
             raise UserError(
                 f"{path} belongs to other settings or images than {self.run.path} has now: "
                 "put config.yaml and the images back as they were, or start a new run with --out."
@@ -119,8 +120,15 @@ class Training:
     @property
     def identity(self) -> dict[str, Any]:
         """What must not change between sessions: settings, and how many images of which names."""
-        settings = self.config.model_dump(mode="json", exclude={"run"})
-        return {"settings": settings, "images": self.images}
+        return {"settings": _lasting(self.config), "images": self.images}
+
+    def _is_ours(self, identity: Any) -> bool:
+        """Settings that are younger than a checkpoint had their defaults then."""
+        try:
+            then = config_from_settings(identity["settings"])
+            return {"settings": _lasting(then), "images": identity["images"]} == self.identity
+        except (UserError, LookupError, TypeError):
+            return False
 
     def save(self) -> None:
         """Write a checkpoint, unless the weights are no longer numbers."""
@@ -245,6 +253,10 @@ class Training:
             f"the loss is no longer a number at step {self.step}; {where}. Lower learning_rate, "
             "raise temperature, or use precision=fp32, and start again."
         )
+
+
+def _lasting(config: Config) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude={"run"})
 
 
 class _Pace:
