@@ -74,8 +74,8 @@ def prepare(options: argparse.Namespace) -> None:
 def judge(options: argparse.Namespace) -> None:
     card, _ = read_card(options.weights)
     path = options.out or RESULTS / f"protocols-{source_name(options.data)}-{card.backbone}.jsonl"
-    precise = Place(options.device)
-    quick = Place(options.device, "bf16" if options.device != "cpu" else "fp32")
+    precise = Place(options.device, size=options.size)
+    quick = dataclasses.replace(precise, precision="bf16" if options.device != "cpu" else "fp32")
     log, weights, data = Log(), options.weights, options.data
 
     def linear(preset: str) -> list[Record]:
@@ -108,6 +108,8 @@ def judge(options: argparse.Namespace) -> None:
         "linear-paper": lambda: linear("paper"),
         "linear-moco": lambda: linear("moco"),
     }
+    if options.transfer is None:
+        del measures["frozen"], measures["end-to-end"]
     for name in options.only or measures:
         measure = measures[name]
         started = time.perf_counter()
@@ -139,7 +141,8 @@ def main() -> None:
             command.add_argument("--seed", type=int, default=0)
         else:
             command.add_argument("weights")
-            command.add_argument("--transfer", required=True, help="other labelled images")
+            command.add_argument("--transfer", help="other labelled images; without, no transfer")
+            command.add_argument("--size", type=int, help="of images, where not the weights' own")
             command.add_argument("--out", type=Path, help="file of records")
             command.add_argument("--only", nargs="+", help="some of the protocols")
     options = parser.parse_args()
