@@ -134,6 +134,10 @@ Size = Annotated[
         help="Side of the images. Default: as in pre-training, or the recipe's judged_size."
     ),
 ]
+JudgedSize = Annotated[
+    int | None,
+    typer.Option(help="Side of the images judged, where not that of crops; larger may do better."),
+]
 Root = Annotated[str, typer.Option(help="Where torchvision sets are kept.")]
 Download = Annotated[bool, typer.Option("--download", help="Download a torchvision set.")]
 Cache = Annotated[
@@ -220,6 +224,7 @@ def linear(
     ] = None,
     seed: Seed = 0,
     size: Size = None,
+    judged_size: JudgedSize = None,
     device: Device = "auto",
     precision: Precision = "fp32",
     root: Root = "data",
@@ -229,7 +234,7 @@ def linear(
     """Accuracy of a linear classifier on the frozen backbone (random crops and flips)."""
     from xmoco.evaluate.judge import evaluate_linear
 
-    place = _place(device, root, download, precision, size)
+    place = _place(device, root, download, precision, size, judged_size)
     with _bars() as listener:
         found = evaluate_linear(
             weights, data, preset=preset, epochs=epochs, seed=seed, place=place, listener=listener
@@ -255,6 +260,7 @@ def finetune(
     ] = None,
     seed: Seed = 0,
     size: Size = None,
+    judged_size: JudgedSize = None,
     device: Device = "auto",
     precision: Precision = "fp32",
     root: Root = "data",
@@ -264,7 +270,7 @@ def finetune(
     """Accuracy after fine-tuning the backbone end to end, on all labels or a share of them."""
     from xmoco.evaluate.judge import evaluate_finetune
 
-    place = _place(device, root, download, precision, size)
+    place = _place(device, root, download, precision, size, judged_size)
     with _bars() as listener:
         found = evaluate_finetune(
             weights,
@@ -322,6 +328,7 @@ def transfer(
         int, typer.Option(help="End to end: order of images, crops and first weights.")
     ] = 0,
     size: Size = None,
+    judged_size: JudgedSize = None,
     device: Device = "auto",
     precision: Annotated[
         str, typer.Option(help="End to end: `fp32` or `bf16`; features are always `fp32`.")
@@ -339,7 +346,7 @@ def transfer(
     from xmoco.data.transfer_sets import TRANSFER_SETS, open_transfer_sets
     from xmoco.evaluate.transfer import evaluate_transfer
 
-    place = _place(device, root, download, precision, size, cache)
+    place = _place(device, root, download, precision, size, judged_size, cache)
     names = [name for given in data for name in (TRANSFER_SETS if given == "all" else [given])]
     # All are opened first: a mistake in the last should not come out hours later.
     for images in open_transfer_sets(names, root=root, download=download, metric=metric):
@@ -486,6 +493,7 @@ def _place(
     download: bool,
     precision: str = "fp32",
     size: int | None = None,
+    judged_size: int | None = None,
     cache: bool = False,
 ) -> "Place":
     from xmoco.evaluate.cache import default_cache
@@ -497,6 +505,7 @@ def _place(
         root=root,
         download=download,
         size=size,
+        judged_size=judged_size,
         cache=default_cache() if cache else None,
     )
 

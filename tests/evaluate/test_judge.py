@@ -205,6 +205,7 @@ def test_records_tell_weights_apart_as_they_came(weights: Path, two_splits: Path
         ({"temperature": -1.0}, "temperature"),
         ({"place": {"size": 4}}, "4 px are too small"),
         ({"place": {"size": 1025}}, "1025 px are too large"),
+        ({"place": {"judged_size": 7}}, "7 px are too small"),
         ({"place": {"readers": 0}}, "readers=0"),
         ({"temperature": float("nan")}, "temperature"),
         ({"place": {"device": "cuda"}}, "device=cuda is not available"),
@@ -281,3 +282,17 @@ def test_classifiers_from_the_command_line(
     assert "top-1" in outcome.stdout
     measures = [json.loads(line)["measure"] for line in kept.read_text().splitlines()]
     assert measures == [f"{command}_top1", f"{command}_top5"]
+
+
+@pytest.mark.parametrize("command", ["linear", "finetune"])
+def test_sizes_are_told_on_the_command_line(
+    command: str, weights: Path, two_splits: Path, tmp_path: Path
+) -> None:
+    kept = tmp_path / "records.jsonl"
+    sizes = ("--size", "20", "--judged-size", "28")
+    outcome = run_cli(
+        *("evaluate", command, weights, two_splits, "--epochs", "1", "--records", kept, *sizes)
+    )
+    assert outcome.status == 0, outcome.stderr
+    protocol = json.loads(kept.read_text().splitlines()[0])["protocol"]
+    assert (protocol["crop_size"], protocol["size"]) == (20, 28)

@@ -54,6 +54,8 @@ def test_the_size_to_be_judged_at(tmp_path: Path) -> None:
     assert (views.size, views.central_size) == (32, 40)
     views = read_card(path)[0].views(64)
     assert (views.size, views.central_size) == (64, 64)
+    views = read_card(path)[0].views(judged_size=48)
+    assert (views.size, views.central_size) == (32, 48)
 
 
 def test_a_card_that_names_no_size_to_be_judged_at(tmp_path: Path) -> None:

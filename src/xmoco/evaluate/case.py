@@ -43,16 +43,18 @@ class Place:
     root: str = "data"
     download: bool = False
     size: int | None = None  # of crops and central views; those of the weights if not given
+    judged_size: int | None = None  # of central views, if not that of crops
     cache: str | Path | None = None  # where features are kept; nowhere if not given
 
     def __post_init__(self) -> None:
         if self.precision not in ("fp32", "bf16"):
             raise UserError(f"precision={self.precision} is not fp32 or bf16.")
-        if self.size is not None and self.size not in SIZES:
-            raise UserError(
-                f"images of {self.size} px are too {'small' if self.size < 8 else 'large'}: give "
-                f"a whole number from {SIZES[0]} to {SIZES[-1]}."
-            )
+        for size in (self.size, self.judged_size):
+            if size is not None and size not in SIZES:
+                raise UserError(
+                    f"images of {size} px are too {'small' if size < 8 else 'large'}: give "
+                    f"a whole number from {SIZES[0]} to {SIZES[-1]}."
+                )
         if self.readers < 1:
             raise UserError(f"readers={self.readers} is too few: give at least 1.")
         if isinstance(self.cache, str):
@@ -86,7 +88,7 @@ class Case:
 
     @property
     def views(self) -> ViewsConfig:
-        return self.weights.card.views(self.place.size)
+        return self.weights.card.views(self.place.size, self.place.judged_size)
 
     @property
     def bf16(self) -> bool:

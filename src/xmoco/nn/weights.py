@@ -62,11 +62,13 @@ class BackboneCard:
             {name: value for name, value in asdict(self).items() if value is not None}
         )
 
-    def views(self, size: int | None = None) -> ViewsConfig:
-        """What evaluations show it: views of its own sizes, or all of ``size``."""
+    def views(self, size: int | None = None, judged_size: int | None = None) -> ViewsConfig:
+        """What evaluations show it: views of its own sizes, or all of ``size``, or central ones
+        of ``judged_size``."""
+        own = self.judged_size if size is None else None
         return ViewsConfig(
             size=size or self.size,
-            judged_size=self.judged_size if size is None else None,
+            judged_size=judged_size or own,
             mean=self.mean,
             std=self.std,
         )
