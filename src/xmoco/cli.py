@@ -555,7 +555,8 @@ def _show_records(title: str, rows: list[tuple[str, "Record"]], file: Path | Non
     if file is not None:  # first of all: what was measured must not be lost
         append_records(file, records)
     protocol = records[0].protocol
-    judged = f"judged: {protocol['judged_images']:,} images of {protocol['judged']}"
+    images = f"{protocol['judged_images']:,} images of {protocol['judged']}"
+    judged = f"judged: {images}, {protocol['size']} px"
     if protocol["split"] == "leave one out":
         judged += ", each by all the others"
     facts = [judged, protocol.get("weights")]

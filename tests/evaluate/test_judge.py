@@ -296,3 +296,4 @@ def test_sizes_are_told_on_the_command_line(
     assert outcome.status == 0, outcome.stderr
     protocol = json.loads(kept.read_text().splitlines()[0])["protocol"]
     assert (protocol["crop_size"], protocol["size"]) == (20, 28)
+    assert "28 px" in outcome.stdout

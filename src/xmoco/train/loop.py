@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 from lightning_fabric import Fabric
+from pydantic import ValidationError
 from torch import Tensor
 
 from xmoco.config import Config
@@ -22,7 +23,6 @@ from xmoco.data.views import draw, joined, render
 from xmoco.distributed import sum_over_processes
 from xmoco.errors import Interrupted, UserError
 from xmoco.methods import Method, Step
-from xmoco.settings import config_from_settings
 from xmoco.train.checkpoints import load_checkpoint
 from xmoco.train.run_folder import RunFolder
 from xmoco.train.schedule import learning_rate
@@ -125,9 +125,9 @@ class Training:
     def _is_ours(self, identity: Any) -> bool:
         """Settings that are younger than a checkpoint had their defaults then."""
         try:
-            then = config_from_settings(identity["settings"])
+            then = Config.model_validate(identity["settings"])
             return {"settings": _lasting(then), "images": identity["images"]} == self.identity
-        except (UserError, LookupError, TypeError):
+        except (ValidationError, LookupError, TypeError):
             return False
 
     def save(self) -> None:
