@@ -76,11 +76,13 @@ def recipes_table() -> str:
     )
     for name in by_size:
         config = configs[name]
+        views = config.views
+        enlarged = "" if views.judged_size is None else f", judged at {views.judged_size} px"
         rows.append(
             [
                 f"`{name}`",
                 f"`{config.data.source}`",
-                f"`{config.model.backbone}`, {config.views.size} px",
+                f"`{config.model.backbone}`, {views.size} px{enlarged}",
                 f"{config.train.epochs}",
                 f"{config.train.batch}",
                 f"{config.method.bank_length}",

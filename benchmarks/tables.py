@@ -151,6 +151,7 @@ def learning_table(file: Path, records: Sequence[Record]) -> str:
         records, lambda r: (by_subject(r), r["seed"], epoch(r), r["protocol"]["k"])
     )
     last = max(map(epoch, records))
+    one_size = len(set(map(image_size, records))) == 1
     rows = []
     for record in at_quarters(records, last):
         seconds = record["protocol"].get("run_seconds")
@@ -158,7 +159,7 @@ def learning_table(file: Path, records: Sequence[Record]) -> str:
         finished = seconds is not None and epoch(record) == last
         rows.append(
             [
-                name_of(record),
+                name_of(record) + ("" if one_size else f", {record['protocol']['size']} px"),
                 str(epoch(record) or ""),
                 percentage(record),
                 f"{seconds:,.0f} s" if finished else "",
@@ -183,25 +184,30 @@ def at_quarters(records: Sequence[Record], last: int) -> list[Record]:
 
 
 def protocols_table(file: Path, records: Sequence[Record]) -> str:
-    """A row for every protocol, and for every size of images if there are several; a column for
-    every backbone."""
+    """A row for every protocol; a column for every backbone and, if there are several, size of the
+    images it was judged by."""
     records = [record for record in records if protocol_name(record)]
-    one_size = len(set(map(sizes, records))) == 1
+    one_size = len(set(map(image_size, records))) == 1
+    one_crop = len(set(map(crop_size, records)) - {None}) <= 1
 
-    def row_name(record: Record) -> str:
-        return protocol_name(record) + ("" if one_size else f", {sizes(record)}")
+    def row(record: Record) -> str:
+        crops = None if one_crop else crop_size(record)
+        return ", ".join(filter(None, [protocol_name(record), crops]))
 
-    cells = {(row_name(record), backbone_name(record)): record for record in records}
-    shown = sorted(cells.values(), key=place_of_protocol)
-    columns = dict.fromkeys(map(backbone_name, sorted(shown, key=place_of_backbone)))
+    def column(record: Record) -> str:
+        return backbone_name(record) + ("" if one_size else f", {record['protocol']['size']} px")
+
+    cells = {(row(record), column(record)): record for record in records}
+    shown = list(cells.values())
+    columns = list(dict.fromkeys(map(column, sorted(shown, key=place_of_backbone))))
     rows = []
-    for protocol in dict.fromkeys(map(row_name, shown)):
-        measured = [cells.get((protocol, column)) for column in columns]
+    for protocol in dict.fromkeys(map(row, sorted(shown, key=place_of_protocol))):
+        measured = [cells.get((protocol, each)) for each in columns]
         rows.append([protocol, *("" if r is None else percentage(r) for r in measured)])
     return section(
         f"**{file.stem.removeprefix('protocols-')}**",
         markdown_table(["protocol", *columns], "l" + "r" * len(columns), rows),
-        circumstances(shown, judged_on, image_size),
+        circumstances(shown, judged_on, image_size, crop_size),
         file,
     )
 
@@ -223,25 +229,30 @@ def protocol_name(record: Record) -> str:
     return ""
 
 
-def sizes(record: Record) -> str:
-    """Of the images judged and, where they were others, of the random crops learnt from."""
-    size = record["protocol"]["size"]
-    crops = record["protocol"].get("crop_size", size)
-    return f"{size} px" if crops == size else f"{size} px (crops of {crops} px)"
+def crop_size(record: Record) -> str | None:
+    """Of the random crops that a protocol learns from, if it does."""
+    protocol = record["protocol"]
+    if record["measure"] in ("knn_top1", "transfer_frozen"):
+        return None
+    return f"crops of {protocol.get('crop_size', protocol['size'])} px"
 
 
-def place_of_protocol(record: Record) -> int:
-    kind = record["measure"].partition("_")[0]
-    return ("knn", "linear", "finetune", "transfer").index(kind)
+def place_of_protocol(record: Record) -> tuple[int, float]:
+    """By kind; then by neighbours or labels, from few to many."""
+    protocol = record["protocol"]
+    kinds = ("knn_top1", "linear_top1", "finetune_top1", "transfer_frozen", "transfer_end_to_end")
+    amount = protocol.get("k", protocol.get("label_fraction", 0))
+    return kinds.index(record["measure"]), amount
 
 
 def backbone_name(record: Record) -> str:
     return f"{name_of(record)}, {epoch(record)} epochs" if epoch(record) else name_of(record)
 
 
-def place_of_backbone(record: Record) -> int:
+def place_of_backbone(record: Record) -> tuple[int, int]:
     subject = by_subject(record)
-    return 1 + SHOWN_LAST.index(subject) if subject in SHOWN_LAST else 0
+    last = 1 + SHOWN_LAST.index(subject) if subject in SHOWN_LAST else 0
+    return last, record["protocol"]["size"]
 
 
 def race_table(file: Path, records: Sequence[Record]) -> str:

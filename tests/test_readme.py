@@ -277,6 +277,16 @@ def record(subject: str, value: float, epoch: int, **protocol: Any) -> dict[str,
     }
 
 
+def test_a_training_judged_by_other_sizes_than_its_baselines_names_them(
+    tables: ModuleType, tmp_path: Path
+) -> None:
+    records = [record("raw pixels", 10.04, 0, size=32), record("xmoco", 44.44, 2, size=48)]
+    lines = "".join(json.dumps(line) + "\n" for line in records)
+    (tmp_path / "recipe-pets.jsonl").write_text(lines, encoding="utf-8")
+    text = tables.results_tables(tmp_path)
+    assert "| raw pixels, 32 px |  | 10.0 % |  |\n| XMoCo, 48 px | 2 | 44.4 % |  |\n" in text
+
+
 def test_tables_hold_the_last_records_and_their_protocol(
     tables: ModuleType, tmp_path: Path
 ) -> None:
@@ -382,21 +392,40 @@ def test_protocols_are_rows_and_backbones_columns(tables: ModuleType, tmp_path: 
     assert tables.measurements_page(tmp_path).endswith("There are no such records yet.\n")
 
 
-def test_images_of_several_sizes_have_rows_of_their_own(tables: ModuleType, tmp_path: Path) -> None:
+def test_images_of_several_sizes_have_columns_of_their_own(
+    tables: ModuleType, tmp_path: Path
+) -> None:
     file = tmp_path / "protocols-pets-resnet18.jsonl"
-    large = protocol_record("linear_top1", 50, "xmoco", name="linear (MoCo)", size=48, crop_size=32)
+    moco = {"name": "linear (MoCo)", "size": 48, "crop_size": 32}
+    large = protocol_record("linear_top1", 50, "xmoco", **moco)
+    small = protocol_record("linear_top1", 45, "xmoco", **moco | {"size": 32})
     neighbours = protocol_record("knn_top1", 30, "xmoco", k=200, size=48)
+    append_records(file, [large, small, neighbours])
     append_records(file, [*judged("xmoco", 40)[:4], *judged("untrained", 10)[:4]])
-    append_records(file, [large, neighbours])
     text = tables.results_tables(tmp_path)
-    _, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    heading, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert heading == (
+        "| protocol | XMoCo, 200 epochs, 32 px | XMoCo, 200 epochs, 48 px "
+        "| untrained backbone, 32 px |"
+    )
     assert rows == [
-        "| kNN, k 20, 32 px | 40.2 % | 10.2 % |",
-        "| kNN, k 200, 32 px | 42.0 % | 12.0 % |",
-        "| kNN, k 200, 48 px | 30.0 % |  |",
-        "| linear (MoCo), 48 px (crops of 32 px) | 50.0 % |  |",
+        "| kNN, k 20 | 40.2 % |  | 10.2 % |",
+        "| kNN, k 200 | 42.0 % | 30.0 % | 12.0 % |",
+        "| linear (MoCo) | 45.0 % | 50.0 % |  |",
     ]
-    assert "images of 32 px / images of 48 px;" in text
+    assert "images of 48 px / images of 32 px; crops of 32 px;" in text
+
+
+def test_crops_of_several_sizes_have_rows_of_their_own(tables: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "protocols-pets-resnet18.jsonl"
+    for value, crops in ((40, 32), (50, 48)):
+        facts = {"name": "linear (MoCo)", "size": 48, "crop_size": crops}
+        append_records(file, [protocol_record("linear_top1", value, "xmoco", **facts)])
+    _, _, *rows = [r for r in tables.results_tables(tmp_path).splitlines() if r.startswith("|")]
+    assert rows == [
+        "| linear (MoCo), crops of 32 px | 40.0 % |",
+        "| linear (MoCo), crops of 48 px | 50.0 % |",
+    ]
 
 
 def test_speeds_stand_beside_lightly_and_above_their_stages(
