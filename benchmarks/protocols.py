@@ -11,11 +11,11 @@ trained with the labels. ``judge`` appends the records of kNN, linear (both pres
 import argparse
 import dataclasses
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from xmoco.errors import UserError
 from xmoco.evaluate.case import Listener, Place, labelled_splits, source_name
 from xmoco.evaluate.classify import CosineProtocol, train_classifier
 from xmoco.evaluate.judge import evaluate_finetune, evaluate_knn, evaluate_linear
@@ -26,6 +26,11 @@ from xmoco.records import Record, append_records
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SUPERVISED_EPOCHS = 100
+TRANSFER = ("frozen", "end-to-end")
+PROTOCOLS = (
+    *("knn", "frozen", "finetune-1", "finetune-10", "finetune-100", "end-to-end"),
+    *("linear-paper", "linear-moco"),
+)
 
 
 class Log(Listener):
@@ -77,15 +82,14 @@ def judge(options: argparse.Namespace) -> None:
     precise = Place(options.device, size=options.size)
     quick = dataclasses.replace(precise, precision="bf16" if options.device != "cpu" else "fp32")
     log, weights, data = Log(), options.weights, options.data
-
-    def linear(preset: str) -> list[Record]:
-        return evaluate_linear(weights, data, preset=preset, place=quick, listener=log)
-
-    def finetune(fraction: float) -> list[Record]:
-        return evaluate_finetune(weights, data, fraction=fraction, place=quick, listener=log)
+    chosen = options.only or [p for p in PROTOCOLS if options.transfer or p not in TRANSFER]
+    if options.transfer is None and not {*TRANSFER}.isdisjoint(chosen):
+        raise UserError("give other labelled images by --transfer to measure transfer.")
 
     def transfer(mode: str) -> list[Record]:
-        grids = Path("runs", "transfer", f"{card.method}-{card.epochs}ep")
+        # The size is told by the grid: another one would not go on with it.
+        shown = card.views(options.size).central_size
+        grids = Path("runs", "transfer", f"{card.method}-{card.epochs}ep-{shown}px")
         record = evaluate_transfer(
             weights,
             options.transfer,
@@ -98,22 +102,20 @@ def judge(options: argparse.Namespace) -> None:
         )
         return [record]
 
-    measures: dict[str, Callable[[], list[Record]]] = {
-        "knn": lambda: evaluate_knn(weights, data, place=precise, listener=log),
-        "frozen": lambda: transfer("frozen"),
-        "finetune-1": lambda: finetune(0.01),
-        "finetune-10": lambda: finetune(0.1),
-        "finetune-100": lambda: finetune(1.0),
-        "end-to-end": lambda: transfer("end-to-end"),
-        "linear-paper": lambda: linear("paper"),
-        "linear-moco": lambda: linear("moco"),
-    }
-    if options.transfer is None:
-        del measures["frozen"], measures["end-to-end"]
-    for name in options.only or measures:
-        measure = measures[name]
+    def measure(protocol: str) -> list[Record]:
+        match protocol.partition("-"):
+            case "linear", _, preset:
+                return evaluate_linear(weights, data, preset=preset, place=quick, listener=log)
+            case "finetune", _, percent:
+                share = int(percent) / 100
+                return evaluate_finetune(weights, data, fraction=share, place=quick, listener=log)
+        if protocol in TRANSFER:
+            return transfer(protocol)
+        return evaluate_knn(weights, data, place=precise, listener=log)
+
+    for name in chosen:
         started = time.perf_counter()
-        records = measure()
+        records = measure(name)
         seconds = round(time.perf_counter() - started, 1)
         for record in records:
             record.protocol["seconds"] = seconds
@@ -141,10 +143,10 @@ def main() -> None:
             command.add_argument("--seed", type=int, default=0)
         else:
             command.add_argument("weights")
-            command.add_argument("--transfer", help="other labelled images; without, no transfer")
+            command.add_argument("--transfer", help="other labelled images, for transfer")
             command.add_argument("--size", type=int, help="of images, where not the weights' own")
             command.add_argument("--out", type=Path, help="file of records")
-            command.add_argument("--only", nargs="+", help="some of the protocols")
+            command.add_argument("--only", nargs="+", choices=PROTOCOLS)
     options = parser.parse_args()
     options.function(options)
 

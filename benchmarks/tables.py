@@ -12,6 +12,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from xmoco.demo import NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,7 +61,8 @@ RACE = (
 )
 
 SETTINGS = (
-    *("data", "digest", "size", "epoch", "epochs", "k", "name", "label_fraction", "set"),
+    *("data", "digest", "size", "crop_size", "epoch", "epochs", "batch", "k"),
+    *("name", "label_fraction", "set"),
     *("device", "precision", "launch", "stage", "recipe", "changes", "strengths", "seed"),
 )
 """Of a protocol, and the seed: records that differ in one of these measure different things."""
@@ -168,7 +171,7 @@ def learning_table(file: Path, records: Sequence[Record]) -> str:
     return section(
         f"**{by_work(records[0])}**",
         markdown_table(["features of", "epochs", "kNN top-1", "training time"], "lrrr", rows),
-        circumstances(records, data, judged_by_neighbours, votes, image_size),
+        circumstances(records, data, judged_by_neighbours, votes, image_size, kept_watch),
         file,
     )
 
@@ -194,8 +197,15 @@ def protocols_table(file: Path, records: Sequence[Record]) -> str:
         crops = None if one_crop else crop_size(record)
         return ", ".join(filter(None, [protocol_name(record), crops]))
 
+    digests = {(backbone_name(r), d) for r in records if (d := r["protocol"].get("digest"))}
+    names = [name for name, _ in digests]
+
     def column(record: Record) -> str:
-        return backbone_name(record) + ("" if one_size else f", {record['protocol']['size']} px")
+        """Different weights of one name have columns of their own."""
+        name, protocol = backbone_name(record), record["protocol"]
+        size = "" if one_size else f", {protocol['size']} px"
+        digest = f" ({protocol.get('digest', '?')[:6]})" if names.count(name) > 1 else ""
+        return f"{name}{size}{digest}"
 
     cells = {(row(record), column(record)): record for record in records}
     shown = list(cells.values())
@@ -443,6 +453,15 @@ def judged_on(record: Record) -> str:
 
 def votes(record: Record) -> str:
     return f"k {record['protocol']['k']}, temperature {record['protocol']['temperature']}"
+
+
+def kept_watch(record: Record) -> str | None:
+    """How often a run that took its time was interrupted for kNN."""
+    settings = yaml.safe_load(record["protocol"].get("settings", "{}"))
+    every = settings.get("monitor", {}).get("knn_every")
+    if every is None:
+        return None
+    return f"the time includes kNN every {'epoch' if every == 1 else f'{every} epochs'}"
 
 
 def machine(facts: dict[str, Any]) -> str:

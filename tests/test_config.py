@@ -57,6 +57,24 @@ def test_backbones_are_judged_at_the_size_of_views_or_another() -> None:
         load_config(None, ["judged_size=7"])
 
 
+def test_the_size_to_judge_at_belongs_to_the_size_it_was_found_for(tmp_path: Path) -> None:
+    def sizes(recipe: str | Path, *overrides: str) -> tuple[int, int | None]:
+        views = load_config(recipe, overrides).views
+        return views.size, views.judged_size
+
+    assert sizes("cifar10") == (32, 48)
+    assert sizes("cifar10", "size=96") == (96, None)
+    assert sizes("cifar10", "judged_size=40") == (32, 40)
+    assert sizes("cifar10", "judged_size=128", "size=96") == (96, 128)
+    heir = tmp_path / "heir.yaml"
+    heir.write_text("inherits: cifar10\nviews: {size: 64}\n")
+    assert sizes(heir) == (64, None)
+    heir.write_text("inherits: cifar10\nviews: {size: 64, judged_size: 80}\n")
+    assert sizes(heir) == (64, 80)
+    heir.write_text("inherits: cifar10\nviews: {blur: 0.5}\n")
+    assert sizes(heir) == (32, 48)
+
+
 def test_there_are_four_recipes_and_all_load() -> None:
     assert recipe_names() == ["cifar10", "demo", "imagenet", "imagenette"]
     for name in recipe_names():

@@ -91,6 +91,7 @@ def test_a_run_says_what_it_does_and_where_its_results_are(
         "labels are used by the kNN monitor only",
         "0.0675 × 16/256 = 0.00421875",
         "batch norm: plain",
+        "random views of 16 px\n",
         "step 16/16",
         "chance 4.174",  # ln(64 + 1)
         f"weights  {run / 'backbone.safetensors'}",
@@ -214,6 +215,8 @@ def test_the_size_to_be_judged_at_goes_from_the_recipe_into_the_weights(tmp_path
     views = {"size": 16, "judged_size": 24, "blur": 0.0}
     recipe = write_recipe(tmp_path / "two.yaml", few, views=views, train={"epochs": 1})
     result = xmoco.pretrain(recipe, out=tmp_path / "run")
+    log = (result.folder / "train.log").read_text()
+    assert "random views of 16 px, judged by whole images of 24 px\n" in log
     records = [line for line in metrics(result.folder) if "measure" in line]
     assert {record["protocol"]["size"] for record in records} == {24}
     (judged,) = xmoco.evaluate_knn(result.folder, few, ks=(records[-1]["protocol"]["k"],))

@@ -428,6 +428,32 @@ def test_crops_of_several_sizes_have_rows_of_their_own(tables: ModuleType, tmp_p
     ]
 
 
+def test_different_weights_of_one_name_have_columns_of_their_own(
+    tables: ModuleType, tmp_path: Path
+) -> None:
+    file = tmp_path / "protocols-pets-resnet18.jsonl"
+    for value, digest in ((40, "aaaaaaaaaaaa"), (50, "bbbbbbbbbbbb")):
+        record = protocol_record("knn_top1", value, "xmoco", k=200, digest=digest)
+        append_records(file, [record])
+    append_records(file, [protocol_record("knn_top1", 10, "untrained", k=200)])
+    heading, _, row = [
+        line for line in tables.results_tables(tmp_path).splitlines() if line.startswith("|")
+    ]
+    names = "XMoCo, 200 epochs (aaaaaa) | XMoCo, 200 epochs (bbbbbb) | untrained backbone"
+    assert heading == f"| protocol | {names} |"
+    assert row == "| kNN, k 200 | 40.0 % | 50.0 % | 10.0 % |"
+
+
+def test_the_time_of_a_run_tells_how_often_knn_was_in_it(
+    tables: ModuleType, tmp_path: Path
+) -> None:
+    for every, words in ((1, "every epoch;"), (50, "every 50 epochs;")):
+        settings = f"monitor:\n  knn_every: {every}\n"
+        line = json.dumps(record("xmoco", 44.44, 2, run_seconds=61.6, settings=settings))
+        (tmp_path / "recipe-pets.jsonl").write_text(line + "\n", encoding="utf-8")
+        assert f"the time includes kNN {words}" in tables.results_tables(tmp_path)
+
+
 def test_speeds_stand_beside_lightly_and_above_their_stages(
     tables: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

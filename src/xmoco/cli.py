@@ -131,12 +131,16 @@ Precision = Annotated[str, typer.Option(help="`fp32` or `bf16`.")]
 Size = Annotated[
     int | None,
     typer.Option(
-        help="Side of the images. Default: as in pre-training, or the recipe's judged_size."
+        help="Side of the images, random crops and judged ones alike. Default: both as the weights "
+        "have them."
     ),
 ]
 JudgedSize = Annotated[
     int | None,
-    typer.Option(help="Side of the images judged, where not that of crops; larger may do better."),
+    typer.Option(
+        help="Side of the images judged only, which may do better if larger than the crops. "
+        "Default: --size or, without it, the judged_size of the weights' recipe."
+    ),
 ]
 Root = Annotated[str, typer.Option(help="Where torchvision sets are kept.")]
 Download = Annotated[bool, typer.Option("--download", help="Download a torchvision set.")]
@@ -557,6 +561,8 @@ def _show_records(title: str, rows: list[tuple[str, "Record"]], file: Path | Non
     protocol = records[0].protocol
     images = f"{protocol['judged_images']:,} images of {protocol['judged']}"
     judged = f"judged: {images}, {protocol['size']} px"
+    if "crop_size" in protocol:
+        judged += f" (random crops: {protocol['crop_size']} px)"
     if protocol["split"] == "leave one out":
         judged += ", each by all the others"
     facts = [judged, protocol.get("weights")]

@@ -260,6 +260,9 @@ def _introduction(
         f"{config.optim.learning_rate:g} × {train.batch}/256 = {training.peak_rate:g}"
     )
     yield f"batch norm: {describe_batch_norm(model)}"
+    views = config.views
+    judged = f", judged by whole images of {views.judged_size} px" if views.judged_size else ""
+    yield f"random views of {views.size} px{judged}"
     if method.bank_length > len(images):
         yield (
             f"warning: a bank of {method.bank_length} keys is larger than the {len(images)} "

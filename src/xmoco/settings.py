@@ -215,7 +215,8 @@ def _parse(key: str, text: str) -> Any:
 def _merged(below: Settings, above: Settings) -> Settings:
     """``above`` laid over ``below``, key by key.
 
-    Where ``above`` names the method, what ``below`` says for other methods only is left out.
+    Where ``above`` names the method, what ``below`` says for other methods only is left out; where
+    it names the size of views, the size to judge at that suited another one is.
     """
     name = above.get("method", {}).get("name")
     if isinstance(name, str) and name in METHODS:
@@ -223,6 +224,8 @@ def _merged(below: Settings, above: Settings) -> Settings:
         own = METHODS[name].model_fields
         foreign = {field for section, field in all_fields() if section == "method"} - own.keys()
         below = below | {"method": {k: v for k, v in method.items() if k not in foreign}}
+    if "size" in above.get("views", {}):
+        below = below | {"views": below.get("views", {}) | {"judged_size": None}}
     return below | {section: below.get(section, {}) | above[section] for section in above}
 
 
