@@ -75,7 +75,8 @@ class ViewsConfig(Section):
         ge=8,
         le=1024,
         description="Side of the central view by which a backbone is judged. Random crops show "
-        "things larger than whole images do, so more than `size` may suit; null: `size`. It is null again where only `size` is changed.",
+        "things larger than whole images do, so more than `size` may suit; null: `size`. "
+        "It is null again where only `size` is changed.",
     )
     crop_scale: Range = Field((0.2, 1.0), description="Share of the image's area a crop covers.")
     crop_ratio: Range = Field((3 / 4, 4 / 3), description="Width : height of a crop.")
