@@ -216,7 +216,7 @@ def test_the_size_to_be_judged_at_goes_from_the_recipe_into_the_weights(tmp_path
     recipe = write_recipe(tmp_path / "two.yaml", few, views=views, train={"epochs": 1})
     result = xmoco.pretrain(recipe, out=tmp_path / "run")
     log = (result.folder / "train.log").read_text()
-    assert "random views of 16 px, judged by whole images of 24 px\n" in log
+    assert "random views of 16 px, judged by central ones of 24 px\n" in log
     records = [line for line in metrics(result.folder) if "measure" in line]
     assert {record["protocol"]["size"] for record in records} == {24}
     (judged,) = xmoco.evaluate_knn(result.folder, few, ks=(records[-1]["protocol"]["k"],))

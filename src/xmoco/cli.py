@@ -561,7 +561,7 @@ def _show_records(title: str, rows: list[tuple[str, "Record"]], file: Path | Non
     protocol = records[0].protocol
     images = f"{protocol['judged_images']:,} images of {protocol['judged']}"
     judged = f"judged: {images}, {protocol['size']} px"
-    if "crop_size" in protocol:
+    if protocol.get("crop_size", protocol["size"]) != protocol["size"]:
         judged += f" (random crops: {protocol['crop_size']} px)"
     if protocol["split"] == "leave one out":
         judged += ", each by all the others"

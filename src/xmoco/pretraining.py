@@ -261,7 +261,7 @@ def _introduction(
     )
     yield f"batch norm: {describe_batch_norm(model)}"
     views = config.views
-    judged = f", judged by whole images of {views.judged_size} px" if views.judged_size else ""
+    judged = f", judged by central ones of {views.judged_size} px" if views.judged_size else ""
     yield f"random views of {views.size} px{judged}"
     if method.bank_length > len(images):
         yield (

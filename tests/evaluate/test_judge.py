@@ -280,6 +280,7 @@ def test_classifiers_from_the_command_line(
     outcome = run_cli("evaluate", command, weights, two_splits, "--epochs", "1", "--records", kept)
     assert outcome.status == 0, outcome.stderr
     assert "top-1" in outcome.stdout
+    assert "random crops" not in outcome.stdout  # they are of the same size
     measures = [json.loads(line)["measure"] for line in kept.read_text().splitlines()]
     assert measures == [f"{command}_top1", f"{command}_top5"]
 
@@ -296,4 +297,4 @@ def test_sizes_are_told_on_the_command_line(
     assert outcome.status == 0, outcome.stderr
     protocol = json.loads(kept.read_text().splitlines()[0])["protocol"]
     assert (protocol["crop_size"], protocol["size"]) == (20, 28)
-    assert "28 px" in outcome.stdout
+    assert "28 px (random crops: 20 px)" in outcome.stdout
