@@ -151,7 +151,7 @@ def write_photographs(folder: Path, count: int) -> None:
 
 def images_per_second(batch: int, readers: int, device: torch.device, images: ImageSet) -> float:
     """Over two epochs, the files in the system's cache."""
-    batches = Batches(images, batch=batch, seed=0, device=device, readers=readers, resident_gib=0.0)
+    batches = Batches(images, batch=batch, seed=0, device=device, readers=readers, preload_gib=0.0)
     steps = 2 * batches.steps_per_epoch
     with closing(batches.from_step(0)) as stream:
         for _ in islice(stream, WARM_UP):

@@ -128,9 +128,9 @@ def build(subject: str, work: Work) -> MoCoLoss:
     kind = MoCoLoss if subject == "mocov2plus" else XMoCoLoss
     criterion = kind(work.feature_size, work.bank_length).to(work.device)
     criterion.plain = subject == PLAIN
-    criterion.banks.enter(*unit_rows(2, work.bank_length, work))
+    criterion.banks.enqueue(*unit_rows(2, work.bank_length, work))
     if isinstance(criterion, XMoCoLoss) and criterion.history is not None:
-        criterion.history.enter(*unit_rows(2, work.bank_length, work))
+        criterion.history.enqueue(*unit_rows(2, work.bank_length, work))
     return criterion
 
 

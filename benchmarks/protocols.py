@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 
 from xmoco.errors import UserError
-from xmoco.evaluate.case import Listener, Place, labelled_splits, source_name
+from xmoco.evaluate.classification import evaluate_finetune, evaluate_knn, evaluate_linear
 from xmoco.evaluate.classify import CosineProtocol, train_classifier
-from xmoco.evaluate.judge import evaluate_finetune, evaluate_knn, evaluate_linear
+from xmoco.evaluate.evaluation import EvalOptions, Listener, labelled_splits, source_name
 from xmoco.evaluate.transfer import evaluate_transfer
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import read_card, save_backbone
@@ -50,8 +50,8 @@ class Log(Listener):
 
 def prepare(options: argparse.Namespace) -> None:
     card, _ = read_card(options.like)
-    place = Place(options.device, "bf16" if options.device != "cpu" else "fp32")
-    train, _ = labelled_splits(options.data, place)
+    eval_options = EvalOptions(options.device, "bf16" if options.device != "cpu" else "fp32")
+    train, _ = labelled_splits(options.data, eval_options)
     torch.manual_seed(options.seed)
     backbone = build_backbone(card.backbone, card.stem)
     untrained = dataclasses.replace(card, method="untrained", epochs=0, seed=options.seed)
@@ -65,8 +65,8 @@ def prepare(options: argparse.Namespace) -> None:
         train,
         protocol,
         views=card.views(),
-        device=place.torch_device(),
-        bf16=place.precision == "bf16",
+        device=eval_options.torch_device(),
+        bf16=eval_options.precision == "bf16",
         seed=options.seed,
         on_step=lambda done, total, loss: log.progress(
             "supervised", done, total, "" if loss is None else f"loss {loss:.3f}"
@@ -79,7 +79,7 @@ def prepare(options: argparse.Namespace) -> None:
 def judge(options: argparse.Namespace) -> None:
     card, _ = read_card(options.weights)
     path = options.out or RESULTS / f"protocols-{source_name(options.data)}-{card.backbone}.jsonl"
-    precise = Place(options.device, size=options.size)
+    precise = EvalOptions(options.device, size=options.size)
     quick = dataclasses.replace(precise, precision="bf16" if options.device != "cpu" else "fp32")
     log, weights, data = Log(), options.weights, options.data
     chosen = options.only or [p for p in PROTOCOLS if options.transfer or p not in TRANSFER]
@@ -97,7 +97,7 @@ def judge(options: argparse.Namespace) -> None:
             grid="small",
             metric="mean per class",
             out=grids,
-            place=precise if mode == "frozen" else quick,
+            options=precise if mode == "frozen" else quick,
             listener=log,
         )
         return [record]
@@ -105,13 +105,13 @@ def judge(options: argparse.Namespace) -> None:
     def measure(protocol: str) -> list[Record]:
         match protocol.partition("-"):
             case "linear", _, preset:
-                return evaluate_linear(weights, data, preset=preset, place=quick, listener=log)
+                return evaluate_linear(weights, data, preset=preset, options=quick, listener=log)
             case "finetune", _, percent:
                 share = int(percent) / 100
-                return evaluate_finetune(weights, data, fraction=share, place=quick, listener=log)
+                return evaluate_finetune(weights, data, fraction=share, options=quick, listener=log)
         if protocol in TRANSFER:
             return transfer(protocol)
-        return evaluate_knn(weights, data, place=precise, listener=log)
+        return evaluate_knn(weights, data, options=precise, listener=log)
 
     for name in chosen:
         started = time.perf_counter()

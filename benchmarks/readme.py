@@ -77,7 +77,7 @@ def recipes_table() -> str:
     for name in by_size:
         config = configs[name]
         views = config.views
-        enlarged = "" if views.judged_size is None else f", judged at {views.judged_size} px"
+        enlarged = "" if views.eval_size is None else f", judged at {views.eval_size} px"
         rows.append(
             [
                 f"`{name}`",

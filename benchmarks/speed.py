@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from contenders import Contender, Course, Ours
+from baselines import Contender, Course, Ours
 from decode import write_photographs
 from own_process import FAILURES, InItsOwnProcess
 from recipe import RESULTS
@@ -104,7 +104,7 @@ def gpu_course(options: argparse.Namespace, folder: Path) -> Course:
     photographs.mkdir()
     write_photographs(photographs, options.photographs)
     # As a set that is too large for the device.
-    return Course("imagenet", (*overrides, "resident_gib=0"), folder, str(photographs))
+    return Course("imagenet", (*overrides, "preload_gib=0"), folder, str(photographs))
 
 
 def on_a_gpu(course: Course) -> Makers:

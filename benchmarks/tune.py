@@ -31,7 +31,7 @@ from rich.table import Table
 import xmoco
 from recipe import RESULTS
 from xmoco.config import Config
-from xmoco.evaluate.case import Case, Place, labelled_splits, source_name
+from xmoco.evaluate.evaluation import EvalOptions, Evaluation, labelled_splits, source_name
 from xmoco.evaluate.knn import knn_accuracy
 from xmoco.evaluate.logistic import fit_path
 from xmoco.evaluate.metrics import top_k
@@ -82,7 +82,7 @@ def main() -> None:
 
 
 def check_splits(data: str) -> None:
-    if None in labelled_splits(data, Place()):
+    if None in labelled_splits(data, EvalOptions()):
         raise SystemExit(f"{data} has no images to judge by: see validation_split.py.")
 
 
@@ -103,24 +103,24 @@ def attempt(changes: str, options: argparse.Namespace) -> Trial:
     result = xmoco.pretrain(
         options.recipe, data=options.data, out=run, overrides=overrides, resume=run.exists()
     )
-    knn, logistic = judge(Case.open(result.weights), options.data)
+    knn, logistic = judge(Evaluation.open(result.weights), options.data)
     gc.collect()  # a recorded CUDA graph is freed with the last run's cycles
     return Trial(changes, knn, logistic)
 
 
-def judge(case: Case, data: str) -> tuple[float, float]:
+def judge(evaluation: Evaluation, data: str) -> tuple[float, float]:
     """kNN and logistic regression on ``val/``, by the labels of ``train/``."""
     train, held = (
-        case.features(images, "images")
-        for images in labelled_splits(data, case.place)
+        evaluation.features(images, "images")
+        for images in labelled_splits(data, evaluation.options)
         if images is not None  # as was checked at the start
     )
     assert train.labels is not None
     assert held.labels is not None
     knn = knn_accuracy(
-        train.vectors, train.labels, held.vectors, held.labels, ks=(K,), device=case.device
+        train.vectors, train.labels, held.vectors, held.labels, ks=(K,), device=evaluation.device
     )[K]
-    labels, held_labels = train.labels.to(case.device), held.labels.to(case.device)
+    labels, held_labels = train.labels.to(evaluation.device), held.labels.to(evaluation.device)
     classes = int(labels.max()) + 1
     logistic = max(
         top_k(model.scores(held.vectors), held_labels, 1)

@@ -153,7 +153,7 @@ def test_more_than_one_percent_unreadable(here: Path) -> None:
     assert_refused(pretrain("--data", images), *words)
     assert fingerprint(here) == before
     # Streamed images are found out later, when a run exists; it stops as clearly.
-    outcome = pretrain("--data", images, "resident_gib=0", "--out", "run", "knn_every=0")
+    outcome = pretrain("--data", images, "preload_gib=0", "--out", "run", "knn_every=0")
     assert_refused(outcome, "2 of 128 images cannot be read", "more than 1 %")
 
 
@@ -309,11 +309,11 @@ def stop_at(step: int, monkeypatch: pytest.MonkeyPatch, here: Path) -> Path:
     """A run that was interrupted after ``step``."""
     import signal
 
-    from xmoco.witness import Witness
+    from xmoco.run_logger import RunLogger
 
     with monkeypatch.context() as patch:
         patch.setattr(
-            Witness,
+            RunLogger,
             "on_step",
             lambda _, now: os.kill(os.getpid(), signal.SIGTERM) if now == step else None,
         )

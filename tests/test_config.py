@@ -50,26 +50,26 @@ def test_the_imagenet_recipe_is_the_papers() -> None:
 
 def test_backbones_are_judged_at_the_size_of_views_or_another() -> None:
     assert load_config(None, ["size=96"]).views.central_size == 96
-    views = load_config(None, ["size=96", "judged_size=128"]).views
+    views = load_config(None, ["size=96", "eval_size=128"]).views
     assert (views.size, views.central_size) == (96, 128)
-    assert load_config(None, ["judged_size=null"]).views.central_size == 224
-    with pytest.raises(UserError, match=r"views\.judged_size = 7: .* 8\."):
-        load_config(None, ["judged_size=7"])
+    assert load_config(None, ["eval_size=null"]).views.central_size == 224
+    with pytest.raises(UserError, match=r"views\.eval_size = 7: .* 8\."):
+        load_config(None, ["eval_size=7"])
 
 
 def test_the_size_to_judge_at_belongs_to_the_size_it_was_found_for(tmp_path: Path) -> None:
     def sizes(recipe: str | Path, *overrides: str) -> tuple[int, int | None]:
         views = load_config(recipe, overrides).views
-        return views.size, views.judged_size
+        return views.size, views.eval_size
 
     assert sizes("cifar10") == (32, 48)
     assert sizes("cifar10", "size=96") == (96, None)
-    assert sizes("cifar10", "judged_size=40") == (32, 40)
-    assert sizes("cifar10", "judged_size=128", "size=96") == (96, 128)
+    assert sizes("cifar10", "eval_size=40") == (32, 40)
+    assert sizes("cifar10", "eval_size=128", "size=96") == (96, 128)
     heir = tmp_path / "heir.yaml"
     heir.write_text("inherits: cifar10\nviews: {size: 64}\n")
     assert sizes(heir) == (64, None)
-    heir.write_text("inherits: cifar10\nviews: {size: 64, judged_size: 80}\n")
+    heir.write_text("inherits: cifar10\nviews: {size: 64, eval_size: 80}\n")
     assert sizes(heir) == (64, 80)
     heir.write_text("inherits: cifar10\nviews: {blur: 0.5}\n")
     assert sizes(heir) == (32, 48)

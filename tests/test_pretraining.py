@@ -212,7 +212,7 @@ def test_weights_load_into_torchvision_by_hand(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick")
 def test_the_size_to_be_judged_at_goes_from_the_recipe_into_the_weights(tmp_path: Path) -> None:
     few = make_images(tmp_path / "few", each=8)
-    views = {"size": 16, "judged_size": 24, "blur": 0.0}
+    views = {"size": 16, "eval_size": 24, "blur": 0.0}
     recipe = write_recipe(tmp_path / "two.yaml", few, views=views, train={"epochs": 1})
     result = xmoco.pretrain(recipe, out=tmp_path / "run")
     log = (result.folder / "train.log").read_text()
@@ -369,18 +369,18 @@ def test_a_bank_larger_than_the_set_is_worth_a_warning(recipe: Path, tmp_path: P
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("resident_gib", ["4", "0"])
+@pytest.mark.parametrize("preload_gib", ["4", "0"])
 def test_one_unreadable_image_in_a_hundred_is_named_and_replaced(
-    tmp_path: Path, resident_gib: str
+    tmp_path: Path, preload_gib: str
 ) -> None:
     images = make_images(tmp_path / "images")
     broken = images / "class2" / "007.png"
     broken.write_bytes(broken.read_bytes()[:100])
     recipe = write_recipe(tmp_path / "fast.yaml", images, train={"epochs": 1})
     run = tmp_path / "run"
-    outcome = run_cli("pretrain", "-r", recipe, "--out", run, f"resident_gib={resident_gib}")
+    outcome = run_cli("pretrain", "-r", recipe, "--out", run, f"preload_gib={preload_gib}")
     assert_done(outcome)
     (line,) = (run / "unreadable.txt").read_text().splitlines()
     assert line.startswith(f"{broken}\t")
-    if resident_gib != "0":
+    if preload_gib != "0":
         assert "warning: 1 image could not be read" in outcome.stdout

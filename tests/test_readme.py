@@ -126,9 +126,11 @@ def test_pretraining_from_python_has_real_settings(
         asked.update(load_config(recipe, settings=settings).train)
         return SimpleNamespace(weights=photos, knn={}, report="report.html")
 
-    def evaluate_knn(weights: Path, data: str, *, ks: tuple[int, ...], place: xmoco.Place) -> None:
+    def evaluate_knn(
+        weights: Path, data: str, *, ks: tuple[int, ...], options: xmoco.EvalOptions
+    ) -> None:
         assert (weights, data, ks) == (photos, "patterns", (20,))
-        assert place == xmoco.Place(device="cpu")
+        assert options == xmoco.EvalOptions(device="cpu")
 
     monkeypatch.setattr(xmoco, "pretrain", pretrain, raising=False)
     monkeypatch.setattr(xmoco, "evaluate_knn", evaluate_knn, raising=False)
@@ -220,7 +222,7 @@ def test_figures_that_are_settings_are_those_in_force() -> None:
         f"`--grid paper` has {len(paper.points)} points of {paper.steps:,} steps each",
         f"`--grid small` {len(small.points)} of {small.steps:,}",
         f"{HELD_OUT_PERCENT} % of every class in `train/`",
-        f"({load_config('imagenet').data.resident_gib:g} GiB unless you change it)",
+        f"({load_config('imagenet').data.preload_gib:g} GiB unless you change it)",
     ):
         assert fact in README, fact
 

@@ -26,8 +26,8 @@ from helpers import (
     wait_until,
     write_recipe,
 )
+from xmoco.run_logger import RunLogger
 from xmoco.train.checkpoints import Checkpoints
-from xmoco.witness import Witness
 
 METHODS = ["xmoco", "mocov2plus"]
 
@@ -113,7 +113,7 @@ def test_killed_before_anything_was_saved(recipe: Path, tmp_path: Path) -> None:
     [
         [],
         ["method=mocov2plus"],
-        ["history=probabilities", "resident_gib=0"],
+        ["history=probabilities", "preload_gib=0"],
         ["batch_norm=split", "batch_norm_groups=4", "accumulate=2"],
         ["bank_length=50", "warmup_epochs=1.5", "knn_images=40"],
     ],
@@ -127,16 +127,16 @@ def test_stopped_in_the_middle_of_an_epoch(
     changes = ["checkpoint_minutes=10", *changes]
     assert_done(run_cli("pretrain", "--recipe", recipe, "--out", whole, *changes))
 
-    on_step = Witness.on_step
+    on_step = RunLogger.on_step
 
-    def stopping(self: Witness, step: int) -> None:
+    def stopping(self: RunLogger, step: int) -> None:
         on_step(self, step)
         if step in (2, 13) and step not in seen:
             seen.add(step)
             os.kill(os.getpid(), signal.SIGTERM)
 
     seen: set[int] = set()
-    monkeypatch.setattr(Witness, "on_step", stopping)
+    monkeypatch.setattr(RunLogger, "on_step", stopping)
     outcome = run_cli("pretrain", "--recipe", recipe, "--out", stopped, *changes)
     assert outcome.status == 128 + signal.SIGTERM
     assert outcome.stderr.count("\n") == 1
@@ -194,12 +194,12 @@ def test_signals_to_a_real_process(recipe: Path, tmp_path: Path, number: signal.
     assert f"after step {step} of 4000" in errors
 
     # The command as offered, in this process, until it has taken a few more steps.
-    def enough(self: Witness, now: int) -> None:
+    def enough(self: RunLogger, now: int) -> None:
         if now == step + 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Witness, "on_step", enough)
+        patch.setattr(RunLogger, "on_step", enough)
         outcome = run_cli(*offered[1:])
     assert outcome.status == 143
     assert f"stopped by SIGTERM after step {step + 3} of 4000" in outcome.stderr
@@ -216,12 +216,12 @@ def test_a_second_signal_does_not_wait(
             os.kill(os.getpid(), signal.SIGINT)
         return save(self, step, state)
 
-    def press(self: Witness, step: int) -> None:
+    def press(self: RunLogger, step: int) -> None:
         if step == 5:
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(Checkpoints, "save", interrupted_save)
-    monkeypatch.setattr(Witness, "on_step", press)
+    monkeypatch.setattr(RunLogger, "on_step", press)
     outcome = run_cli("pretrain", "--recipe", recipe, "--out", "run", "checkpoint_minutes=10")
     assert outcome.status == 130
     assert "Traceback" not in outcome.stderr

@@ -78,7 +78,7 @@ def test_unreadable_images_are_named_even_when_they_end_the_run(
     """Streamed, since images of other sizes come late: the run has begun by then."""
     for broken in sorted((tmp_path / "images" / "class3").iterdir())[:3]:
         broken.write_bytes(b"broken")
-    command = ("pretrain", "--recipe", recipe, "--out", "run", "resident_gib=0", "knn_every=0")
+    command = ("pretrain", "--recipe", recipe, "--out", "run", "preload_gib=0", "knn_every=0")
     assert_refused(run_cli(*command), "cannot be read")
     assert "class3" in (tmp_path / "run" / "unreadable.txt").read_text()
 

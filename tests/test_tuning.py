@@ -100,9 +100,9 @@ def test_one_backbone_at_several_sizes(
 
     def judge_at(*sizes: str, data: str = "a/tuning") -> list[dict[str, Any]]:
         arguments = [str(run), *sizes, "--data", data, "--results", "."]
-        monkeypatch.setattr(sys, "argv", ["judged_size.py", *arguments])
-        importlib.import_module("judged_size").main()
-        return [json.loads(line) for line in Path("judged-size.jsonl").read_text().splitlines()]
+        monkeypatch.setattr(sys, "argv", ["eval_size.py", *arguments])
+        importlib.import_module("eval_size").main()
+        return [json.loads(line) for line in Path("eval-size.jsonl").read_text().splitlines()]
 
     with pytest.raises(UserError, match="4 px are too small"):
         judge_at("16", "4")
@@ -119,9 +119,9 @@ def test_one_backbone_at_several_sizes(
 def test_settings_that_are_not_set_leave_trials_what_they_were(program: ModuleType) -> None:
     config = load_config("demo")
     settings = config.model_dump(mode="json")
-    assert settings["views"].pop("judged_size") is None  # as before there was such a setting
+    assert settings["views"].pop("eval_size") is None  # as before there was such a setting
     expected = hashlib.blake2b(
         json.dumps(settings, separators=(",", ":")).encode(), digest_size=4
     ).hexdigest()
     assert program.digest(config) == expected
-    assert program.digest(load_config("demo", ["judged_size=40"])) != expected
+    assert program.digest(load_config("demo", ["eval_size=40"])) != expected

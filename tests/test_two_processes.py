@@ -34,7 +34,7 @@ from xmoco.methods import build_method
 from xmoco.settings import load_config
 from xmoco.train.checkpoints import load_checkpoint
 from xmoco.train.engine import build_fabric
-from xmoco.train.loop import Spectator, Training
+from xmoco.train.loop import Callback, Training
 from xmoco.train.run_folder import RunFolder
 
 KINDS = ["queries", "probabilities", "none", "mocov2plus"]
@@ -131,7 +131,7 @@ def play(recipe: Path, kind: str, devices: int, folder: Path) -> dict[str, Any]:
         "banks": rings(training),
     }
     training = new_training(recipe, kind, devices, folder / kind)
-    training.train(Spectator())
+    training.train(Callback())
     return found | {
         "trained": {name: p.detach() for name, p in training.method.named_parameters()},
         "trained banks": rings(training),

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from xmoco.errors import UserError as UserError
-    from xmoco.evaluate.case import Place as Place
-    from xmoco.evaluate.judge import evaluate_finetune as evaluate_finetune
-    from xmoco.evaluate.judge import evaluate_knn as evaluate_knn
-    from xmoco.evaluate.judge import evaluate_linear as evaluate_linear
+    from xmoco.evaluate.classification import evaluate_finetune as evaluate_finetune
+    from xmoco.evaluate.classification import evaluate_knn as evaluate_knn
+    from xmoco.evaluate.classification import evaluate_linear as evaluate_linear
+    from xmoco.evaluate.evaluation import EvalOptions as EvalOptions
     from xmoco.evaluate.transfer import evaluate_transfer as evaluate_transfer
     from xmoco.evaluate.transform import load_transform as load_transform
     from xmoco.losses import XMoCoLoss as XMoCoLoss
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 # Loaded when first used, so that `xmoco --help` need not wait for torch.
 _WHERE = {
-    "Place": "xmoco.evaluate.case",
+    "EvalOptions": "xmoco.evaluate.evaluation",
     "UserError": "xmoco.errors",
     "XMoCoLoss": "xmoco.losses",
-    "evaluate_finetune": "xmoco.evaluate.judge",
-    "evaluate_knn": "xmoco.evaluate.judge",
-    "evaluate_linear": "xmoco.evaluate.judge",
+    "evaluate_finetune": "xmoco.evaluate.classification",
+    "evaluate_knn": "xmoco.evaluate.classification",
+    "evaluate_linear": "xmoco.evaluate.classification",
     "evaluate_transfer": "xmoco.evaluate.transfer",
     "load_backbone": "xmoco.nn.weights",
     "load_transform": "xmoco.evaluate.transform",
@@ -39,7 +39,7 @@ _WHERE = {
 }
 
 __all__ = [
-    "Place",
+    "EvalOptions",
     "UserError",
     "XMoCoLoss",
     "evaluate_finetune",

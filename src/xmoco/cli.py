@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 # torch's CPU threads spin while they wait; on a busy machine that makes every operation a hundred
-# times slower. A short spin costs little when the machine is free: see ``nn/abreast.py``.
+# times slower. A short spin costs little when the machine is free: see ``nn/two_threads.py``.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import typer
@@ -26,7 +26,7 @@ from rich.progress import (
 from rich.table import Column, Table
 
 if TYPE_CHECKING:
-    from xmoco.evaluate.case import Listener, Place
+    from xmoco.evaluate.evaluation import EvalOptions, Listener
     from xmoco.records import Record
 
 STOPPED = (
@@ -135,11 +135,11 @@ Size = Annotated[
         "have them."
     ),
 ]
-JudgedSize = Annotated[
+EvalSize = Annotated[
     int | None,
     typer.Option(
         help="Side of the images judged only, which may do better if larger than the crops. "
-        "Default: --size or, without it, the judged_size of the weights' recipe."
+        "Default: --size or, without it, the eval_size of the weights' recipe."
     ),
 ]
 Root = Annotated[str, typer.Option(help="Where torchvision sets are kept.")]
@@ -199,7 +199,7 @@ def knn(
 
     Test images are judged by training images; with one split only, each image by all the others.
     """
-    from xmoco.evaluate.judge import evaluate_knn
+    from xmoco.evaluate.classification import evaluate_knn
 
     with _bars() as listener:
         found = evaluate_knn(
@@ -207,7 +207,7 @@ def knn(
             data,
             ks=k or (10, 20, 100, 200),
             temperature=temperature,
-            place=_place(device, root, download, size=size, cache=cache),
+            options=_eval_options(device, root, download, size=size, cache=cache),
             listener=listener,
         )
     rows = [(f"top-1, k = {record.protocol['k']}", record) for record in found]
@@ -228,7 +228,7 @@ def linear(
     ] = None,
     seed: Seed = 0,
     size: Size = None,
-    judged_size: JudgedSize = None,
+    eval_size: EvalSize = None,
     device: Device = "auto",
     precision: Precision = "fp32",
     root: Root = "data",
@@ -236,12 +236,18 @@ def linear(
     records: RecordsFile = None,
 ) -> None:
     """Accuracy of a linear classifier on the frozen backbone (random crops and flips)."""
-    from xmoco.evaluate.judge import evaluate_linear
+    from xmoco.evaluate.classification import evaluate_linear
 
-    place = _place(device, root, download, precision, size, judged_size)
+    options = _eval_options(device, root, download, precision, size, eval_size)
     with _bars() as listener:
         found = evaluate_linear(
-            weights, data, preset=preset, epochs=epochs, seed=seed, place=place, listener=listener
+            weights,
+            data,
+            preset=preset,
+            epochs=epochs,
+            seed=seed,
+            options=options,
+            listener=listener,
         )
     _show_classification(found, records)
 
@@ -264,7 +270,7 @@ def finetune(
     ] = None,
     seed: Seed = 0,
     size: Size = None,
-    judged_size: JudgedSize = None,
+    eval_size: EvalSize = None,
     device: Device = "auto",
     precision: Precision = "fp32",
     root: Root = "data",
@@ -272,9 +278,9 @@ def finetune(
     records: RecordsFile = None,
 ) -> None:
     """Accuracy after fine-tuning the backbone end to end, on all labels or a share of them."""
-    from xmoco.evaluate.judge import evaluate_finetune
+    from xmoco.evaluate.classification import evaluate_finetune
 
-    place = _place(device, root, download, precision, size, judged_size)
+    options = _eval_options(device, root, download, precision, size, eval_size)
     with _bars() as listener:
         found = evaluate_finetune(
             weights,
@@ -282,7 +288,7 @@ def finetune(
             fraction=fraction,
             epochs=epochs,
             seed=seed,
-            place=place,
+            options=options,
             listener=listener,
         )
     _show_classification(found, records)
@@ -332,7 +338,7 @@ def transfer(
         int, typer.Option(help="End to end: order of images, crops and first weights.")
     ] = 0,
     size: Size = None,
-    judged_size: JudgedSize = None,
+    eval_size: EvalSize = None,
     device: Device = "auto",
     precision: Annotated[
         str, typer.Option(help="End to end: `fp32` or `bf16`; features are always `fp32`.")
@@ -350,7 +356,7 @@ def transfer(
     from xmoco.data.transfer_sets import TRANSFER_SETS, open_transfer_sets
     from xmoco.evaluate.transfer import evaluate_transfer
 
-    place = _place(device, root, download, precision, size, judged_size, cache)
+    options = _eval_options(device, root, download, precision, size, eval_size, cache)
     names = [name for given in data for name in (TRANSFER_SETS if given == "all" else [given])]
     # All are opened first: a mistake in the last should not come out hours later.
     for images in open_transfer_sets(names, root=root, download=download, metric=metric):
@@ -362,7 +368,7 @@ def transfer(
                 grid=grid,
                 seed=seed,
                 out=out,
-                place=place,
+                options=options,
                 listener=listener,
             )
         protocol = record.protocol
@@ -491,25 +497,25 @@ def _print(text: str) -> None:
     Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _place(
+def _eval_options(
     device: str,
     root: str,
     download: bool,
     precision: str = "fp32",
     size: int | None = None,
-    judged_size: int | None = None,
+    eval_size: int | None = None,
     cache: bool = False,
-) -> "Place":
+) -> "EvalOptions":
     from xmoco.evaluate.cache import default_cache
-    from xmoco.evaluate.case import Place
+    from xmoco.evaluate.evaluation import EvalOptions
 
-    return Place(
+    return EvalOptions(
         device=device,
         precision=precision,
         root=root,
         download=download,
         size=size,
-        judged_size=judged_size,
+        eval_size=eval_size,
         cache=default_cache() if cache else None,
     )
 
@@ -517,7 +523,7 @@ def _place(
 @contextmanager
 def _bars() -> "Iterator[Listener]":
     """A progress bar for every stage, with the time left and a note such as the loss."""
-    from xmoco.evaluate.case import Listener
+    from xmoco.evaluate.evaluation import Listener
 
     class Bars(Listener):
         def progress(self, stage: str, done: int, total: int, note: str = "") -> None:

@@ -60,7 +60,7 @@ class DataConfig(Section):
         ge=32,
         description="Images whose shorter side is longer than this are shrunk to it when decoded.",
     )
-    resident_gib: float = Field(
+    preload_gib: float = Field(
         4.0,
         ge=0,
         description="A set that takes at most this many GiB when decoded is kept so on the "
@@ -70,7 +70,7 @@ class DataConfig(Section):
 
 class ViewsConfig(Section):
     size: int = Field(224, ge=8, le=1024, description="Side of a random view in pixels.")
-    judged_size: int | None = Field(
+    eval_size: int | None = Field(
         None,
         ge=8,
         le=1024,
@@ -100,7 +100,7 @@ class ViewsConfig(Section):
 
     @property
     def central_size(self) -> int:
-        return self.judged_size or self.size
+        return self.eval_size or self.size
 
     @field_validator("crop_scale")
     @classmethod

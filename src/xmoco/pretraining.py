@@ -14,7 +14,7 @@ from torch import nn
 
 from xmoco.config import Config, ModelConfig
 from xmoco.data import Batches, ImageSet, Unreadable, open_images
-from xmoco.data.batches import resident
+from xmoco.data.batches import preload
 from xmoco.data.fingerprint import fingerprint
 from xmoco.data.sources import is_path
 from xmoco.data.subset import at_most
@@ -24,11 +24,11 @@ from xmoco.methods import build_method
 from xmoco.nn.weights import BackboneCard, load_backbone, read_card, save_backbone
 from xmoco.report.page import write_report
 from xmoco.report.pictures import picture_neighbours, picture_views
+from xmoco.run_logger import RunLogger
 from xmoco.settings import differences, load_config
 from xmoco.train.engine import build_fabric, describe_batch_norm, resolve_batch_norm
-from xmoco.train.loop import Spectator, Training
+from xmoco.train.loop import Callback, Training
 from xmoco.train.run_folder import RunFolder
-from xmoco.witness import Witness
 
 T = TypeVar("T")
 
@@ -159,7 +159,7 @@ def _run(
             rank=fabric.global_rank,
             processes=fabric.world_size,
             readers=config.run.readers,
-            resident_gib=config.data.resident_gib,
+            preload_gib=config.data.preload_gib,
             known_unreadable=RunFolder(path).unreadable(),
         )
         kept = None if test is None else _kept(test, config, fabric.device, broken)
@@ -177,7 +177,9 @@ def _run(
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
                 run.log(line)
         if training.step < training.total_steps:
-            with Witness(config, training, monitor, run, console) if first else Spectator() as told:
+            with (
+                RunLogger(config, training, monitor, run, console) if first else Callback() as told
+            ):
                 training.train(told)
         return _on_first(fabric, lambda: _finish(config, training, monitor, run))
     finally:
@@ -199,9 +201,9 @@ def _open_books(training: Training, broken: Unreadable, resume: bool) -> None:
 
 def _kept(test: ImageSet, config: Config, device: torch.device, broken: Unreadable) -> ImageSet:
     """The test images that the monitor looks at again and again, decoded once where they fit."""
-    gib, readers = config.data.resident_gib, config.run.readers
+    gib, readers = config.data.preload_gib, config.run.readers
     chosen = at_most(test, config.monitor.knn_images)
-    return resident(chosen, device, gib=gib, readers=readers, unreadable=broken)
+    return preload(chosen, device, gib=gib, readers=readers, unreadable=broken)
 
 
 def work_name(config: Config) -> str:
@@ -261,7 +263,7 @@ def _introduction(
     )
     yield f"batch norm: {describe_batch_norm(model)}"
     views = config.views
-    judged = f", judged by central ones of {views.judged_size} px" if views.judged_size else ""
+    judged = f", judged by central ones of {views.eval_size} px" if views.eval_size else ""
     yield f"random views of {views.size} px{judged}"
     if method.bank_length > len(images):
         yield (
@@ -292,7 +294,7 @@ def _finish(config: Config, training: Training, monitor: Monitor, run: RunFolder
         method=config.method.name,
         epochs=config.train.epochs,
         seed=config.train.seed,
-        judged_size=config.views.judged_size,
+        eval_size=config.views.eval_size,
     )
     save_backbone(backbone, card, run.weights)
     report = write_report(

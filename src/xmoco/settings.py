@@ -225,7 +225,7 @@ def _merged(below: Settings, above: Settings) -> Settings:
         foreign = {field for section, field in all_fields() if section == "method"} - own.keys()
         below = below | {"method": {k: v for k, v in method.items() if k not in foreign}}
     if "size" in above.get("views", {}):
-        below = below | {"views": below.get("views", {}) | {"judged_size": None}}
+        below = below | {"views": below.get("views", {}) | {"eval_size": None}}
     return below | {section: below.get(section, {}) | above[section] for section in above}
 
 

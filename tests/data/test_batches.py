@@ -21,7 +21,7 @@ from listed import (
 from PIL import Image
 
 from xmoco.config import DataConfig
-from xmoco.data.batches import Waiting, at_positions, epoch_order, in_order, resident
+from xmoco.data.batches import Waiting, at_positions, epoch_order, in_order, preload
 from xmoco.data.imagesets import ImageSet
 from xmoco.data.sources import open_images
 from xmoco.errors import UserError
@@ -42,10 +42,10 @@ def test_orders_of_neighbouring_seeds_and_epochs_are_unrelated() -> None:
     assert shared == len(orders)
 
 
-@pytest.mark.parametrize("resident_gib", [0.0, 4.0])
-def test_an_epoch_shows_every_image_once(resident_gib: float) -> None:
+@pytest.mark.parametrize("preload_gib", [0.0, 4.0])
+def test_an_epoch_shows_every_image_once(preload_gib: float) -> None:
     pictures = same_size(22)
-    batches = batches_of(Listed(pictures), resident_gib=resident_gib)
+    batches = batches_of(Listed(pictures), preload_gib=preload_gib)
     assert batches.steps_per_epoch == 5
     for epoch in range(3):
         seen = first(batches, 5, 5 * epoch)
@@ -61,17 +61,17 @@ def test_an_epoch_shows_every_image_once(resident_gib: float) -> None:
 @pytest.mark.parametrize("pictures", [same_size(23), many_sizes(23)])
 def test_any_number_of_readers_and_residence_give_the_same_bits(pictures: list[Any]) -> None:
     pictures = [*pictures, *[pictures[0]] * 100, None]
-    expected = first(batches_of(Listed(pictures), readers=1, resident_gib=0.0), 40)
+    expected = first(batches_of(Listed(pictures), readers=1, preload_gib=0.0), 40)
     for readers in (2, 3, 8):
         for gib in (0.0, 4.0):
             images = Listed(pictures, delay=0.0005)
-            assert_same(first(batches_of(images, readers=readers, resident_gib=gib), 40), expected)
+            assert_same(first(batches_of(images, readers=readers, preload_gib=gib), 40), expected)
 
 
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 17), st.sampled_from([0.0, 4.0]), st.sampled_from([same_size, many_sizes]))
 def test_starting_anywhere_equals_skipping(step: int, gib: float, pictures: Any) -> None:
-    batches = batches_of(Listed(pictures(13)), 3, resident_gib=gib, readers=3)
+    batches = batches_of(Listed(pictures(13)), 3, preload_gib=gib, readers=3)
     assert_same(first(batches, 4, step), first(batches, step + 4)[step:])
 
 
@@ -81,7 +81,7 @@ def test_processes_share_the_global_batch(processes: int, gib: float) -> None:
     images = Listed(same_size(20))
     whole = first(batches_of(images, 6), 7)
     parts = [
-        first(batches_of(images, 6, rank=rank, processes=processes, resident_gib=gib), 7)
+        first(batches_of(images, 6, rank=rank, processes=processes, preload_gib=gib), 7)
         for rank in range(processes)
     ]
     for step, batch in enumerate(whole):
@@ -126,7 +126,7 @@ def test_in_order_shows_everything_once(pictures: list[Any]) -> None:
 def test_at_positions_replaces_as_the_whole_set_does(held: bool) -> None:
     images: ImageSet = Listed(with_broken(120, {7}))
     if held:
-        images = resident(images, CPU)
+        images = preload(images, CPU)
     batch = at_positions(images, torch.tensor([9, 7, 7, 0]), CPU)
     assert batch.indices.tolist() == batch.images[:, 0, 0, 0].tolist() == [9, 8, 8, 0]
     assert batch.labels is not None
@@ -135,7 +135,7 @@ def test_at_positions_replaces_as_the_whole_set_does(held: bool) -> None:
 
 
 def test_waiting_is_measured() -> None:
-    slow = batches_of(Listed(same_size(40), delay=0.005), 20, resident_gib=0.0, readers=1)
+    slow = batches_of(Listed(same_size(40), delay=0.005), 20, preload_gib=0.0, readers=1)
     first(slow, 2)
     assert slow.waited > 0.05
 

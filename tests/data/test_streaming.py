@@ -28,11 +28,11 @@ from photographs import damaged, encoded, photograph, plain
 from torch import Tensor
 
 from xmoco.config import DataConfig
-from xmoco.data.batches import Batch, Batches, at_positions, epoch_order, in_order, resident
+from xmoco.data.batches import Batch, Batches, at_positions, epoch_order, in_order, preload
 from xmoco.data.decode import UnreadableImage
 from xmoco.data.file_readers import FileReaders
 from xmoco.data.imagesets import EncodedImages, ImageSet, RaggedImages
-from xmoco.data.residency import LOOKED_AT
+from xmoco.data.preload import LOOKED_AT
 from xmoco.data.sources import open_images
 from xmoco.data.subset import joined, taken
 from xmoco.data.unreadable import Unreadable
@@ -67,7 +67,7 @@ def next_readable(index: int, count: int, broken: set[int]) -> int:
 def test_unreadable_images_are_replaced_by_the_next(gib: float) -> None:
     broken = {10, 11, 249, 0, 499}
     images = Listed(with_broken(500, broken))
-    batches = batches_of(images, 50, resident_gib=gib)
+    batches = batches_of(images, 50, preload_gib=gib)
     seen = first(batches, batches.steps_per_epoch)
     wanted = epoch_order(500, 7, 0).tolist()
     expected = [next_readable(index, 500, broken) for index in wanted]
@@ -83,7 +83,7 @@ def test_unreadable_images_are_replaced_by_the_next(gib: float) -> None:
 
 def test_streaming_notes_unreadable_images_when_it_meets_them() -> None:
     images = Listed(with_broken(300, {5, 150}))
-    batches = batches_of(images, 10, resident_gib=0.0, readers=4)
+    batches = batches_of(images, 10, preload_gib=0.0, readers=4)
     position = {index: place for place, index in enumerate(epoch_order(300, 7, 0).tolist())}
     soonest = min((5, 150), key=lambda index: position[index])
     steps = batches.from_step(0)
@@ -100,7 +100,7 @@ def test_more_than_one_percent_unreadable_is_an_error(gib: float, broken: set[in
     images = Listed(with_broken(200, broken))
     examples = ", ".join([r"picture \d+ \(broken\)"] * 3)
     with pytest.raises(UserError, match=rf"^at least 3 of 200 images cannot .* 1 %: {examples}\.$"):
-        first(batches_of(images, 100, resident_gib=gib), 2)
+        first(batches_of(images, 100, preload_gib=gib), 2)
 
 
 def test_errors_of_the_program_are_not_taken_for_broken_images() -> None:
@@ -127,7 +127,7 @@ def test_the_limit_counts_each_image_once_and_those_known_before() -> None:
 
 def test_closing_stops_the_threads_promptly() -> None:
     images = Listed(same_size(400), delay=0.005)
-    steps = batches_of(images, 100, resident_gib=0.0, readers=2).from_step(0)
+    steps = batches_of(images, 100, preload_gib=0.0, readers=2).from_step(0)
     next(steps)
     assert reading_threads()
     steps.close()
@@ -138,15 +138,15 @@ def test_closing_stops_the_threads_promptly() -> None:
 def test_an_error_or_a_dropped_iterator_stops_the_threads() -> None:
     images = Listed(with_broken(200, set(range(100))))
     with pytest.raises(UserError):
-        first(batches_of(images, 50, resident_gib=0.0), 4)
+        first(batches_of(images, 50, preload_gib=0.0), 4)
     assert not reading_threads()
-    next(batches_of(Listed(same_size(50)), resident_gib=0.0).from_step(0))
+    next(batches_of(Listed(same_size(50)), preload_gib=0.0).from_step(0))
     assert not reading_threads()
 
 
 def test_reading_ahead_is_bounded() -> None:
     images = Listed(same_size(1000))
-    batches = batches_of(images, 10, resident_gib=0.0)
+    batches = batches_of(images, 10, preload_gib=0.0)
     steps = batches.from_step(0)
     for consumed in range(1, 6):
         next(steps)
@@ -166,7 +166,7 @@ class Slow(ImageSet):
         time.sleep(0.01)
         return torch.zeros(3, 8, 8, dtype=torch.uint8)
     def where(self, index): return str(index)
-batches = Batches(Slow(), batch=100, seed=0, device=torch.device("cpu"), resident_gib=0)
+batches = Batches(Slow(), batch=100, seed=0, device=torch.device("cpu"), preload_gib=0)
 steps = batches.from_step(0)
 next(steps)
 print(time.time(), flush=True)
@@ -290,7 +290,7 @@ def test_damage_found_by_the_gpu_is_treated_as_any_other(
     for index in (18, 19):
         (tmp_path / f"{index:03}.img.jpg").write_bytes(damaged())
     images = opened(tmp_path)
-    batches = Batches(images, batch=70, seed=0, device=CPU, resident_gib=0.0)
+    batches = Batches(images, batch=70, seed=0, device=CPU, preload_gib=0.0)
     seen = list(islice(batches.from_step(0), 3))
     indices = torch.cat([batch.indices for batch in seen]).sort().values
     assert indices.tolist() == [*range(18), 20, 20, *range(20, 210)]
@@ -349,7 +349,7 @@ def test_batches_on_a_gpu(tmp_path: Path, readers: int) -> None:
 @needs_cuda
 def test_resident_batches_on_a_gpu_equal_streamed_ones(tmp_path: Path) -> None:
     images = opened(write_mixture(tmp_path))
-    kept = resident(images, CUDA)
+    kept = preload(images, CUDA)
     assert isinstance(kept, RaggedImages)
     assert kept.pictures[0].is_cuda
     assert_same(list(in_order(kept, 50, CUDA)), list(in_order(images, 50, CUDA)))
@@ -371,8 +371,8 @@ def test_the_consumer_never_waits_for_the_device(tmp_path: Path) -> None:
     for index in range(120):  # all alike: where batches differ, nvJPEG may want other memory
         (tmp_path / f"{index:03}.jpg").write_bytes(encoded(photograph(seed=index)))
     images = opened(tmp_path)
-    for source in (images, resident(images, CUDA)):
-        batches = Batches(source, batch=40, seed=0, device=CUDA, resident_gib=0.0)
+    for source in (images, preload(images, CUDA)):
+        batches = Batches(source, batch=40, seed=0, device=CUDA, preload_gib=0.0)
         with closing(batches.from_step(0)) as stream:
             list(islice(stream, 10))  # so that there is memory enough for what follows
             torch.cuda.synchronize()
@@ -415,7 +415,7 @@ class Slow(ImageSet):
 @needs_cuda
 @pytest.mark.parametrize("busy", [False, True])
 def test_waiting_is_the_devices_not_the_hosts(busy: bool) -> None:
-    batches = Batches(Slow(), batch=25, seed=0, device=CUDA, readers=1, resident_gib=0.0)
+    batches = Batches(Slow(), batch=25, seed=0, device=CUDA, readers=1, preload_gib=0.0)
     with closing(batches.from_step(0)) as stream:
         list(islice(stream, 8))  # so that there is memory enough for what follows
         torch.cuda.synchronize()

@@ -9,7 +9,7 @@ import torch
 from helpers import make_images
 from xmoco.config import DataConfig
 from xmoco.data import ArrayImages, ImageSet, open_images
-from xmoco.data.batches import resident
+from xmoco.data.batches import preload
 from xmoco.data.subset import Subset, at_most, joined, labelled_share
 from xmoco.errors import UserError
 
@@ -40,7 +40,7 @@ def test_a_subset_of_files(images: ImageSet) -> None:
 
 
 def test_files_and_decoded_images_give_the_same_part(images: ImageSet) -> None:
-    decoded = resident(images, torch.device("cpu"))
+    decoded = preload(images, torch.device("cpu"))
     assert isinstance(decoded, ArrayImages)
     parts = [at_most(images, 6), at_most(decoded, 6)]
     assert isinstance(parts[1], ArrayImages)

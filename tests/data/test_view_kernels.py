@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from xmoco.config import ViewsConfig
-from xmoco.data.views import draw, joined, render, render_fused, render_plain
+from xmoco.data.views import draw, render, render_fused, render_plain, stacked
 
 triton = pytest.importorskip("triton")
 
@@ -152,7 +152,7 @@ def test_images_that_do_not_lie_one_after_the_other() -> None:
 def test_two_views_of_every_image_at_once() -> None:
     images = photos(5, 20, 14)
     parts = [draw(BUSY, 5, 0, 0, view) for view in (0, 1)]
-    both = render_fused(images.to(DEVICE), whole(images), joined(*parts), BUSY)
+    both = render_fused(images.to(DEVICE), whole(images), stacked(*parts), BUSY)
     for views, part in zip(both.chunk(2), parts, strict=True):
         assert torch.equal(views, render_fused(images.to(DEVICE), whole(images), part, BUSY))
 

@@ -22,8 +22,8 @@ from xmoco.data.views import (
     central,
     crop_boxes,
     draw,
-    joined,
     render,
+    stacked,
 )
 
 # With these, a view is the image itself, from 0 to 1, and every change is switched on by a test.
@@ -266,7 +266,7 @@ def test_a_process_renders_its_slice_of_the_global_batch() -> None:
 def test_several_views_of_every_image_at_once() -> None:
     images = photos(6)
     parts = [draw(BUSY, 6, 0, 0, view) for view in range(3)]
-    together = render(images, whole(images), joined(*parts), BUSY)
+    together = render(images, whole(images), stacked(*parts), BUSY)
     apart = [render(images, whole(images), part, BUSY) for part in parts]
     assert torch.equal(together, torch.cat(apart))
 

@@ -136,7 +136,7 @@ def test_what_features_depend_on_is_told_apart(kept: Kept) -> None:
         (Looks(), noise(), VIEWS.model_copy(update={"std": (0.5, 0.5, 0.5)}), True),
         (Looks(), noise(), large, True),
         (Looks(), noise(), large, False),
-        (Looks(), noise(), VIEWS.model_copy(update={"judged_size": 48}), True),
+        (Looks(), noise(), VIEWS.model_copy(update={"eval_size": 48}), True),
     ]
     for _ in range(2):
         for backbone, images, views, border in cases:

@@ -15,10 +15,10 @@ from xmoco.evaluate.classify import (
     FINETUNE,
     LINEAR,
     MOST_AT_ONCE,
+    ClassifierProtocol,
     CosineProtocol,
     DivergedError,
     EpochProtocol,
-    Protocol,
     _batches_at_once,
     class_scores,
     train_classifier,
@@ -34,7 +34,11 @@ TUNING = CosineProtocol("tuning", 64, 0.03, 0.03, 1e-4, 50)
 
 
 def accuracy(
-    backbone: torch.nn.Module, train: ArrayImages, test: ArrayImages, protocol: Protocol, **options
+    backbone: torch.nn.Module,
+    train: ArrayImages,
+    test: ArrayImages,
+    protocol: ClassifierProtocol,
+    **options,
 ) -> float:
     """Top-1 on ``test`` of a classifier trained on ``train``."""
     head = train_classifier(backbone, train, protocol, views=VIEWS, device=CPU, **options)
@@ -64,7 +68,9 @@ def backbone() -> torch.nn.Module:
 
 @pytest.mark.parametrize("protocol", [*LINEAR.values(), FINETUNE, TUNING], ids=lambda p: p.name)
 @pytest.mark.parametrize("per_epoch", [1, 7, 195])
-def test_rates_fall_as_torchs_own_schedule_says(protocol: Protocol, per_epoch: int) -> None:
+def test_rates_fall_as_torchs_own_schedule_says(
+    protocol: ClassifierProtocol, per_epoch: int
+) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=protocol.head_rate)
     schedule: LRScheduler
     if isinstance(protocol, EpochProtocol):

@@ -11,7 +11,7 @@ from torchvision.transforms import v2
 
 from xmoco.config import DataConfig, ViewsConfig
 from xmoco.data import ArrayImages, open_images
-from xmoco.data.batches import resident
+from xmoco.data.batches import preload
 from xmoco.evaluate import features
 from xmoco.evaluate.features import backbone_features, home, pixel_features
 from xmoco.evaluate.knn import knn_accuracy
@@ -148,7 +148,7 @@ def test_labels_are_those_of_the_images_seen(tmp_path: Path, held: bool) -> None
     images = open_images(DataConfig(source=str(tmp_path)), "train")
     assert images is not None
     if held:
-        images = resident(images, CPU)
+        images = preload(images, CPU)
     flat = VIEWS.model_copy(update={"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)})
     for found in (
         pixel_features(images, flat, CPU),

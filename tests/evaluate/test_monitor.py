@@ -61,9 +61,7 @@ def test_images_are_judged_at_the_size_that_was_asked_for() -> None:
             self.sides.add(images.shape[-1])
             return super().forward(images)
 
-    config = CONFIG.model_copy(
-        update={"views": CONFIG.views.model_copy(update={"judged_size": 12})}
-    )
+    config = CONFIG.model_copy(update={"views": CONFIG.views.model_copy(update={"eval_size": 12})})
     judge = Monitor(config, "colours", coloured(6, 0), coloured(4, 1), torch.device("cpu"))
     assert judge.untrained(Watching()).protocol["size"] == 12
     assert Watching.sides == {12}

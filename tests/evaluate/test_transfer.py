@@ -14,14 +14,14 @@ import xmoco
 from helpers import assert_refused, make_images, run_cli
 from xmoco.data.transfer_sets import open_transfer_set
 from xmoco.evaluate import transfer
-from xmoco.evaluate.case import Case, Listener, Place
+from xmoco.evaluate.evaluation import EvalOptions, Evaluation, Listener
 from xmoco.evaluate.grid import GRIDS, Grid
 from xmoco.evaluate.logistic import STRENGTHS
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
 
 CARD = BackboneCard("tiny", "cifar", 16, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), "xmoco", 3, 7)
-PLACE = Place("cpu", readers=2)
+PLACE = EvalOptions("cpu", readers=2)
 TINY = Grid("tiny", (0.01, 0.1), (0.0,), 3, 8)
 
 
@@ -45,7 +45,7 @@ def tiny_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_frozen_transfer_is_the_search_by_scikit_learn(weights: Path, images: Path) -> None:
-    record = xmoco.evaluate_transfer(weights, images, place=PLACE)
+    record = xmoco.evaluate_transfer(weights, images, options=PLACE)
     assert (record.measure, record.unit, record.subject) == ("transfer_frozen", "%", "xmoco")
     protocol = record.protocol
     assert (protocol["set"], protocol["metric"], protocol["size"]) == ("photos", "top-1", 16)
@@ -54,9 +54,9 @@ def test_frozen_transfer_is_the_search_by_scikit_learn(weights: Path, images: Pa
     assert protocol["strengths"] == 45
 
     parts = open_transfer_set(str(images))
-    case = Case.open(weights, PLACE)
+    evaluation = Evaluation.open(weights, PLACE)
     (x, y), (x_val, y_val), (x_test, y_test) = (
-        case.features(part, "", border=False)
+        evaluation.features(part, "", border=False)
         for part in (parts.train, parts.validation, parts.test)
     )
     scores = {}
@@ -75,7 +75,7 @@ def test_end_to_end_transfer(weights: Path, images: Path, tmp_path: Path) -> Non
     before = weights.read_bytes()
     record = xmoco.evaluate_transfer(
         weights, images, mode="end-to-end", grid="tiny", metric="mean per class", seed=3,
-        out=tmp_path / "grid", place=PLACE,
+        out=tmp_path / "grid", options=PLACE,
     )  # fmt: skip
     protocol = record.protocol
     assert (record.measure, record.seed) == ("transfer_end_to_end", 3)
@@ -99,13 +99,13 @@ def test_end_to_end_transfer(weights: Path, images: Path, tmp_path: Path) -> Non
 @pytest.mark.usefixtures("tiny_grid")
 def test_crops_and_images_judged_of_two_sizes(weights: Path, images: Path, tmp_path: Path) -> None:
     two = tmp_path / "two.safetensors"
-    save_backbone(build_backbone("tiny", "cifar"), replace(CARD, judged_size=24), two)
+    save_backbone(build_backbone("tiny", "cifar"), replace(CARD, eval_size=24), two)
     options = {"mode": "end-to-end", "grid": "tiny", "out": tmp_path / "grid"}
-    record = xmoco.evaluate_transfer(two, images, place=PLACE, **options)
+    record = xmoco.evaluate_transfer(two, images, options=PLACE, **options)
     assert (record.protocol["size"], record.protocol["crop_size"]) == (24, 16)
-    assert xmoco.evaluate_transfer(two, images, place=PLACE).protocol["size"] == 24
+    assert xmoco.evaluate_transfer(two, images, options=PLACE).protocol["size"] == 24
     with pytest.raises(xmoco.UserError, match="crop_size was 16 and is null now"):
-        xmoco.evaluate_transfer(two, images, place=replace(PLACE, size=24), **options)
+        xmoco.evaluate_transfer(two, images, options=replace(PLACE, size=24), **options)
 
 
 class StopAfter(Listener):
@@ -123,7 +123,7 @@ class StopAfter(Listener):
 def test_an_interrupted_grid_goes_on_where_it_stopped(
     weights: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = {"mode": "end-to-end", "grid": "tiny", "place": PLACE}
+    options = {"mode": "end-to-end", "grid": "tiny", "options": PLACE}
     whole = xmoco.evaluate_transfer(weights, images, out=tmp_path / "whole", **options)
     with pytest.raises(KeyboardInterrupt):
         xmoco.evaluate_transfer(
@@ -148,9 +148,9 @@ def test_the_choice_is_made_on_validation_images_and_tested_once(
     seen, borders = [], []
     tuned, scores = transfer._tuned, transfer.class_scores
 
-    def spy(case, images, protocol, train, judged, seed, stage) -> float:
+    def spy(evaluation, images, protocol, train, judged, seed, stage) -> float:
         seen.append((len(train), len(judged)))
-        return tuned(case, images, protocol, train, judged, seed, stage)
+        return tuned(evaluation, images, protocol, train, judged, seed, stage)
 
     def look(*arguments, border: bool, **options):
         borders.append(border)
@@ -159,7 +159,7 @@ def test_the_choice_is_made_on_validation_images_and_tested_once(
     monkeypatch.setattr(transfer, "_tuned", spy)
     monkeypatch.setattr(transfer, "class_scores", look)
     xmoco.evaluate_transfer(
-        weights, images, mode="end-to-end", grid="tiny", out=tmp_path / "grid", place=PLACE
+        weights, images, mode="end-to-end", grid="tiny", out=tmp_path / "grid", options=PLACE
     )
     train, validation, test = map(len, (parts.train, parts.validation, parts.test))
     assert len({train, validation, test}) == 3
@@ -171,14 +171,14 @@ def test_frozen_features_leave_no_border_out(
     weights: Path, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     borders = []
-    features = Case.features
+    features = Evaluation.features
 
     def look(self, part, stage: str, border: bool = True):
         borders.append(border)
         return features(self, part, stage, border)
 
-    monkeypatch.setattr(Case, "features", look)
-    xmoco.evaluate_transfer(weights, images, place=PLACE)
+    monkeypatch.setattr(Evaluation, "features", look)
+    xmoco.evaluate_transfer(weights, images, options=PLACE)
     assert borders == [False] * 3
 
 
@@ -187,7 +187,7 @@ def test_frozen_features_leave_no_border_out(
 def test_a_grid_goes_on_with_the_very_same_images_and_settings(
     weights: Path, images: Path, tmp_path: Path, change: str
 ) -> None:
-    options = {"mode": "end-to-end", "grid": "tiny", "out": tmp_path / "grid", "place": PLACE}
+    options = {"mode": "end-to-end", "grid": "tiny", "out": tmp_path / "grid", "options": PLACE}
     xmoco.evaluate_transfer(weights, images, **options)
     if change == "labels":
         one, other = images / "train" / "class0", images / "train" / "class1"
@@ -200,7 +200,7 @@ def test_a_grid_goes_on_with_the_very_same_images_and_settings(
         first, second, *_ = sorted((images / "test" / "class0").iterdir())
         first.write_bytes(second.read_bytes())
     else:
-        options["place"] = Place("cpu", precision="bf16", readers=2)
+        options["options"] = EvalOptions("cpu", precision="bf16", readers=2)
     with pytest.raises(xmoco.UserError, match=r"begun with other settings: (images|precision)"):
         xmoco.evaluate_transfer(weights, images, **options)
 
@@ -213,13 +213,13 @@ def test_a_chosen_point_that_explodes_in_the_end_is_no_result(
     monkeypatch.setattr(transfer, "_tuned", lambda *_: next(answers))
     with pytest.raises(xmoco.UserError, match=r"rate 0.1, .* diverged"):
         xmoco.evaluate_transfer(
-            weights, images, mode="end-to-end", grid="tiny", out=tmp_path / "grid", place=PLACE
+            weights, images, mode="end-to-end", grid="tiny", out=tmp_path / "grid", options=PLACE
         )
 
 
 def test_a_path_is_never_one_of_the_papers_sets(weights: Path, images: Path, in_tmp: Path) -> None:
     images.rename(in_tmp / "pets")
-    record = xmoco.evaluate_transfer(weights, Path("pets"), place=PLACE)
+    record = xmoco.evaluate_transfer(weights, Path("pets"), options=PLACE)
     assert record.protocol["set"] == "pets (own)"
 
 
@@ -228,7 +228,7 @@ def test_points_whose_loss_explodes_are_never_chosen(
     weights: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(GRIDS, "wild", Grid("wild", (1e25, 0.01), (0.0,), 20, 8))
-    options = {"mode": "end-to-end", "out": tmp_path / "grid", "place": PLACE}
+    options = {"mode": "end-to-end", "out": tmp_path / "grid", "options": PLACE}
     record = xmoco.evaluate_transfer(weights, images, grid="wild", **options)
     assert record.protocol["head_rate"] == 0.01
     monkeypatch.setitem(GRIDS, "wild", Grid("wild", (1e25,), (0.0,), 20, 8))
@@ -261,7 +261,7 @@ def test_images_of_several_classes_are_judged_by_mean_precision(
     weights: Path, several: Path, tmp_path: Path, mode: str
 ) -> None:
     record = xmoco.evaluate_transfer(
-        weights, several, mode=mode, grid="tiny", out=tmp_path / "grid", place=PLACE
+        weights, several, mode=mode, grid="tiny", out=tmp_path / "grid", options=PLACE
     )
     assert record.protocol["metric"] == "11-point mAP"
     assert record.value > 60  # chance is the share of bright channels, about a half
@@ -269,7 +269,7 @@ def test_images_of_several_classes_are_judged_by_mean_precision(
 
 def test_images_of_several_classes_cannot_be_judged_by_knn(weights: Path, several: Path) -> None:
     with pytest.raises(xmoco.UserError, match="several classes at once"):
-        xmoco.evaluate_knn(weights, several, place=PLACE)
+        xmoco.evaluate_knn(weights, several, options=PLACE)
 
 
 @pytest.fixture
@@ -281,12 +281,12 @@ def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("tiny_grid")
 def test_from_the_command_line(weights: Path, images: Path, in_tmp: Path) -> None:
     kept = in_tmp / "kept.jsonl"
-    place = ["--device", "cpu", "--records", kept]
-    outcome = run_cli("evaluate", "transfer", weights, images, images, *place)
+    options = ["--device", "cpu", "--records", kept]
+    outcome = run_cli("evaluate", "transfer", weights, images, images, *options)
     assert outcome.status == 0, outcome.stderr
     assert "transfer, frozen, to photos" in outcome.stdout
     outcome = run_cli(
-        "evaluate", "transfer", weights, images, "--mode", "end-to-end", "--grid", "tiny", *place
+        "evaluate", "transfer", weights, images, "--mode", "end-to-end", "--grid", "tiny", *options
     )
     assert outcome.status == 0, outcome.stderr
     (grid,) = (in_tmp / "runs" / "transfer").glob("xmoco-*-tiny/photos/grid.jsonl")

@@ -23,8 +23,8 @@ from xmoco.nn.weights import BackboneCard, save_backbone
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
 
 
-def saved(folder: Path, size: int, judged_size: int | None = None) -> Path:
-    card = BackboneCard("tiny", "imagenet", size, MEAN, STD, "xmoco", 1, 0, judged_size)
+def saved(folder: Path, size: int, eval_size: int | None = None) -> Path:
+    card = BackboneCard("tiny", "imagenet", size, MEAN, STD, "xmoco", 1, 0, eval_size)
     path = folder / "backbone.safetensors"
     save_backbone(build_backbone("tiny"), card, path)
     return path
@@ -54,7 +54,7 @@ def test_features_are_those_of_an_evaluation(tmp_path: Path, shape: tuple[int, i
 
 
 def test_it_has_the_size_that_evaluations_show(tmp_path: Path) -> None:
-    transform = xmoco.load_transform(saved(tmp_path, size=32, judged_size=40))
+    transform = xmoco.load_transform(saved(tmp_path, size=32, eval_size=40))
     assert transform(picture(50, 60)).shape == (3, 40, 40)
 
 

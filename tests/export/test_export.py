@@ -265,7 +265,7 @@ def test_detectron2_configuration(
 
 
 def test_onnx_takes_images_of_the_size_that_evaluations_show(tmp_path: Path) -> None:
-    card = replace(CARD, backbone="tiny", stem="cifar", judged_size=40)
+    card = replace(CARD, backbone="tiny", stem="cifar", eval_size=40)
     weights = tmp_path / "backbone.safetensors"
     save_backbone(build_backbone("tiny", "cifar"), card, weights)
     path = export(weights, "onnx", tmp_path / "model.onnx")

@@ -64,7 +64,7 @@ class Algorithm:
     xi: float
     niters: int
     history: str = "none"
-    entered: int = 0
+    enqueued: int = 0
     past_s: dict[int, Array] = field(default_factory=dict)  # by slot
     past_t: dict[int, Array] = field(default_factory=dict)
 
@@ -75,13 +75,13 @@ class Algorithm:
         Yt = self.labels(Pt, self.past_t, self.Ks)
         terms = loss_terms(Ps, Pt, Ys, Yt)
         for n in range(len(qs)):
-            slot = self.entered % len(self.Ks)
+            slot = self.enqueued % len(self.Ks)
             self.Ks[slot], self.Kt[slot] = ks[n], kt[n]
             if self.history == "queries":
                 self.past_s[slot], self.past_t[slot] = qs[n], qt[n]
             elif self.history == "probabilities":
                 self.past_s[slot], self.past_t[slot] = Ps[n, 1:], Pt[n, 1:]
-            self.entered += 1
+            self.enqueued += 1
         return terms
 
     def labels(self, P: Array, past: dict[int, Array], bank: Array) -> Array:

@@ -30,17 +30,17 @@ def random_features(rows: int, size: int) -> list[Tensor]:
 @settings(max_examples=60, deadline=None)
 def test_ring_keeps_the_newest_of_both_sides_together(length: int, batches: list[int]) -> None:
     """Row n of the source is n, of the target −n: uneven lengths, batches too long."""
-    ring, expected, entered = PairedRing(length, 2), deque[int](maxlen=length), 0
+    ring, expected, enqueued = PairedRing(length, 2), deque[int](maxlen=length), 0
     for count in batches:
-        numbers = torch.arange(entered + 1, entered + count + 1)
+        numbers = torch.arange(enqueued + 1, enqueued + count + 1)
         rows = numbers[:, None].expand(count, 2).float()
-        ring.enter(rows, -rows)
-        entered += count
+        ring.enqueue(rows, -rows)
+        enqueued += count
         expected.extend(numbers.tolist())
         held = ring.source[:, 0].int().tolist()
         assert sorted(number for number in held if number) == list(expected)
         assert torch.equal(ring.source, -ring.target)
-        assert ring.entered == entered
+        assert ring.enqueued == enqueued
         assert ring.fill == len(expected) / length
 
 
@@ -48,14 +48,14 @@ def test_oldest_leave_first_and_nothing_else_moves() -> None:
     ring = PairedRing(5, 1)
     for batch in ([1, 2, 3], [4, 5, 6], [7, 8, 9]):
         rows = torch.tensor(batch)[:, None].float()
-        ring.enter(rows, rows)
+        ring.enqueue(rows, rows)
     assert ring.source[:, 0].tolist() == [6, 7, 8, 9, 5]
 
 
 @pytest.mark.parametrize("count", [8, 9, 16, 21])
 def test_a_batch_longer_than_the_bank_leaves_its_newest(count: int) -> None:
     ring, rows = PairedRing(8, 1), torch.arange(count)[:, None].float()
-    ring.enter(rows, rows)
+    ring.enqueue(rows, rows)
     assert ring.fill == 1
     assert sorted(ring.source[:, 0].tolist()) == list(range(count - 8, count))
 

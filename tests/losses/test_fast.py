@@ -244,7 +244,7 @@ def test_gauges_stream_too() -> None:
         fast(*features)
         plain(*features)
     features = random_features(5, 6, torch.float32)
-    assert_close(fast.gauges(*features), plain.gauges(*features), rtol=1e-3, atol=1e-3)
+    assert_close(fast.metrics(*features), plain.metrics(*features), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -307,9 +307,9 @@ def course(kind: str, is_plain: bool) -> list[float]:
 def test_the_counter_goes_where_the_rows_go() -> None:
     criterion = XMoCoLoss(6, 8).to("meta")
     assert criterion.history is not None
-    assert criterion.banks.entered.is_meta
-    assert criterion.history.entered.is_meta
-    assert XMoCoLoss(6, 8).double().banks.entered.dtype == torch.int64
+    assert criterion.banks.enqueued.is_meta
+    assert criterion.history.enqueued.is_meta
+    assert XMoCoLoss(6, 8).double().banks.enqueued.dtype == torch.int64
 
 
 def test_an_emptier_state_makes_a_full_history_wait_again() -> None:
@@ -330,4 +330,4 @@ def test_a_saved_state_does_not_count_on() -> None:
     saved = criterion.state_dict()["banks._extra_state"]
     criterion(*random_features(5, 6, torch.float32))
     assert saved == 0
-    assert criterion.banks.entered == 5
+    assert criterion.banks.enqueued == 5

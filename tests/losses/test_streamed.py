@@ -84,7 +84,7 @@ def by_hand(shape: tuple[int, int, int], scale: float, skip_own: bool) -> Tensor
 def play(
     N: int, K: int, d: int, is_plain: bool, share: slice = slice(None), **options: Any
 ) -> dict[str, Tensor]:
-    """Steps until the history has joined and wrapped around: terms, gradients, the last gauges."""
+    """Steps until the history has joined and wrapped around: terms, gradients, the last metrics."""
     torch.manual_seed(0)
     criterion = XMoCoLoss(d, K, **options).to(DEVICE)
     criterion.plain = is_plain
@@ -99,11 +99,11 @@ def play(
         assert queries.grad is not None
         terms.append(torch.stack([loss.detach(), *found.values()]).detach())
         gradients.append(queries.grad)
-    gauges = criterion.gauges(q_s, q_t, k_s, k_t)
+    metrics = criterion.metrics(q_s, q_t, k_s, k_t)
     return {
         "terms": torch.stack(terms),
         "gradients": torch.stack(gradients),
-        "gauges": torch.stack(list(gauges.values())),
+        "metrics": torch.stack(list(metrics.values())),
     }
 
 
@@ -189,7 +189,7 @@ def test_terms_gradients_and_gauges_are_the_plain_ones(
     assert_close(found["terms"], expected["terms"], rtol=0, atol=0.1 * scale * WORST)
     largest = expected["gradients"].abs().max().item()
     assert_close(found["gradients"], expected["gradients"], rtol=0, atol=largest * scale * WORST)
-    assert_close(found["gauges"], expected["gauges"], rtol=0, atol=scale * WORST)
+    assert_close(found["metrics"], expected["metrics"], rtol=0, atol=scale * WORST)
 
 
 def test_training_takes_the_same_course(both: list[dict[str, Any]]) -> None:

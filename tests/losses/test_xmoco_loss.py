@@ -381,7 +381,7 @@ def test_wrong_shapes_are_named(kind: type[MoCoLoss], wrong: int, shape: tuple[i
         kind(6, 8)(*features)
 
 
-# The gauges of a step
+# The metrics of a step
 
 
 def test_gauges_describe_the_batch_and_change_nothing() -> None:
@@ -391,7 +391,7 @@ def test_gauges_describe_the_batch_and_change_nothing() -> None:
         criterion(*random_features(4, 5, generator))
     before = {name: value.clone() for name, value in criterion.state_dict().items()}
     features = random_features(4, 5, generator)
-    gauges = criterion.gauges(*features)
+    metrics = criterion.metrics(*features)
     assert all(torch.equal(before[name], value) for name, value in criterion.state_dict().items())
     algorithm = paper(criterion)
     q_s, q_t, k_s, k_t = arrays(features)
@@ -399,14 +399,14 @@ def test_gauges_describe_the_batch_and_change_nothing() -> None:
     Pt = get_prob(q_t, k_s, algorithm.Ks, algorithm.tau)
     labels = [y.numpy() for y in criterion.labels(*criterion.similarities(*features))]
     entropy = np.mean([-(y * np.log(y)).sum(axis=1).mean() for y in labels])
-    assert {name: value.item() for name, value in gauges.items()} == pytest.approx(
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
         {
             "positive_probability": (Ps[:, 0].mean() + Pt[:, 0].mean()) / 2,
             "consistency_gap": np.abs(Ps - Pt).sum(axis=1).mean() / 2,
             "label_entropy": entropy,
         }
     )
-    assert set(MoCoLoss(5, 7).double().gauges(*features)) == {
+    assert set(MoCoLoss(5, 7).double().metrics(*features)) == {
         "positive_probability",
         "consistency_gap",
     }

@@ -94,18 +94,18 @@ def test_a_step_tells_loss_and_terms_and_gauges_when_asked(
     settings: XMoCoConfig | MoCoV2PlusConfig, model: ModelConfig
 ) -> None:
     method = built(settings, model)
-    loss, terms, gauges = method(*two_views(0))
+    loss, terms, metrics = method(*two_views(0))
     assert loss.shape == ()
     assert_close(loss, torch.stack(list(terms.values())).sum())
     names = {"source", "target"}
     if settings is XMOCO:
         names = {f"{term}_{side}" for term in ("labels", "consistency") for side in names}
     assert set(terms) == names
-    assert gauges == {}
-    gauges = method(*two_views(1), measure=True).gauges
+    assert metrics == {}
+    metrics = method(*two_views(1), with_metrics=True).metrics
     expected = {"feature_spread", "effective_rank", "positive_probability", "consistency_gap"}
-    assert set(gauges) == expected | ({"label_entropy"} if settings is XMOCO else set())
-    for gauge in gauges.values():
+    assert set(metrics) == expected | ({"label_entropy"} if settings is XMOCO else set())
+    for gauge in metrics.values():
         assert gauge.shape == ()
         assert gauge.isfinite()
         assert not gauge.requires_grad
@@ -115,7 +115,7 @@ def test_a_step_tells_loss_and_terms_and_gauges_when_asked(
 def test_measuring_does_not_change_the_step(settings: XMoCoConfig | MoCoV2PlusConfig) -> None:
     one, other = built(settings), built(settings)
     for step in range(3):
-        measured = one(*two_views(step), measure=True).loss
+        measured = one(*two_views(step), with_metrics=True).loss
         assert torch.equal(measured, other(*two_views(step)).loss)
 
 

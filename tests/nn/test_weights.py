@@ -49,12 +49,12 @@ def test_round_trip_of_weights_statistics_and_card(tmp_path: Path) -> None:
 
 def test_the_size_to_be_judged_at(tmp_path: Path) -> None:
     path = tmp_path / "backbone.safetensors"
-    save_backbone(build_backbone("tiny", "cifar"), replace(CARD, judged_size=40), path)
+    save_backbone(build_backbone("tiny", "cifar"), replace(CARD, eval_size=40), path)
     views = read_card(path)[0].views()
     assert (views.size, views.central_size) == (32, 40)
     views = read_card(path)[0].views(64)
     assert (views.size, views.central_size) == (64, 64)
-    views = read_card(path)[0].views(judged_size=48)
+    views = read_card(path)[0].views(eval_size=48)
     assert (views.size, views.central_size) == (32, 48)
 
 
@@ -62,7 +62,7 @@ def test_a_card_that_names_no_size_to_be_judged_at(tmp_path: Path) -> None:
     path = tmp_path / "backbone.safetensors"
     save_backbone(build_backbone("tiny", "cifar"), CARD, path)
     with safe_open(path, framework="pt") as file:
-        assert "judged_size" not in file.metadata()["xmoco"]  # as before there was such a thing
+        assert "eval_size" not in file.metadata()["xmoco"]  # as before there was such a thing
     views = read_card(path)[0].views()
     assert (views.size, views.central_size) == (32, 32)
 

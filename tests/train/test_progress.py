@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from xmoco.train import progress
-from xmoco.train.progress import Pace, Progress
+from xmoco.train.progress import Progress, TimeLeft
 
 XMOCO = {
     "loss": 15.1,
@@ -67,13 +67,13 @@ def test_time_left_is_exact_for_steady_steps_and_pauses(
     """Simulates a whole session, resumed at any step, and compares with what really was left."""
     total = steps_per_epoch * epochs
     first = start % total
-    pace = Pace(total, steps_per_epoch)
+    left = TimeLeft(total, steps_per_epoch)
     now, times = 500.0, {}  # 500 s of start-up that must not count
     estimates = {}
     for step in range(first + 1, total + 1):
         now += step_time
-        pace.tick(step, now)
-        times[step], estimates[step] = now, pace.seconds_left()
+        left.tick(step, now)
+        times[step], estimates[step] = now, left.seconds_left()
         if step % steps_per_epoch == 0:
             now += pause
     assert estimates[first + 1] is None
@@ -83,24 +83,24 @@ def test_time_left_is_exact_for_steady_steps_and_pauses(
 
 
 def test_a_pause_does_not_make_the_time_left_jump() -> None:
-    pace, now = Pace(1000, 100), 0.0
+    left, now = TimeLeft(1000, 100), 0.0
     for step in range(1, 100 + 1):
         now += 1.0
-        pace.tick(step, now)
-    before = pace.seconds_left()
-    pace.tick(101, now + 1.0 + 50.0)
-    after = pace.seconds_left()
+        left.tick(step, now)
+    before = left.seconds_left()
+    left.tick(101, now + 1.0 + 50.0)
+    after = left.seconds_left()
     assert before == pytest.approx(900)
     # One pause of 50 s seen, eight more to come; a plain mean over steps would say 1,340.
     assert after == pytest.approx(899 + 8 * 50)
 
 
 def test_speed_follows_a_change() -> None:
-    pace, now = Pace(10_000, 10_000), 0.0
+    left, now = TimeLeft(10_000, 10_000), 0.0
     for step in range(1, 2001):
         now += 1.0 if step <= 1000 else 2.0
-        pace.tick(step, now)
-    assert pace.seconds_left() == pytest.approx(8000 * 2.0, rel=0.01)
+        left.tick(step, now)
+    assert left.seconds_left() == pytest.approx(8000 * 2.0, rel=0.01)
 
 
 def test_a_plain_line_has_every_fact(clock: Clock) -> None:

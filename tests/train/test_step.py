@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from helpers import TINY_SPLIT
 from xmoco.config import XMoCoConfig
-from xmoco.methods import Step, build_method
+from xmoco.methods import StepOutput, build_method
 from xmoco.train.step import WARM_UP, GraphedStepper, Stepper, build_stepper
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -42,10 +42,10 @@ def views(step: int, device: str) -> tuple[Tensor, Tensor]:
     return x_s, x_t
 
 
-def course(stepper: Stepper, device: str, steps: int, measured: int = -1) -> list[Step]:
+def course(stepper: Stepper, device: str, steps: int, measured: int = -1) -> list[StepOutput]:
     """Steps whose rate changes, one of them measured."""
     return [
-        stepper(*views(step, device), rate=0.1 / (1 + step), measure=step == measured)
+        stepper(*views(step, device), rate=0.1 / (1 + step), with_metrics=step == measured)
         for step in range(steps)
     ]
 
@@ -91,9 +91,9 @@ def test_a_graph_takes_the_same_course(precision: str, monkeypatch: pytest.Monke
         assert_close(ours.loss, theirs.loss, **tolerance)
         assert ours.terms.keys() == theirs.terms.keys()
         assert_close(torch.stack(list(ours.terms.values())).sum(), ours.loss)
-        assert bool(ours.gauges) == bool(theirs.gauges)
+        assert bool(ours.metrics) == bool(theirs.metrics)
     assert plain.method.loss.banks.fill == graphed.method.loss.banks.fill == 1
-    assert torch.equal(plain.method.loss.banks.entered, graphed.method.loss.banks.entered)
+    assert torch.equal(plain.method.loss.banks.enqueued, graphed.method.loss.banks.enqueued)
     for name, value in plain.method.state_dict().items():
         if isinstance(value, Tensor) and value.is_floating_point():
             assert_close(graphed.method.state_dict()[name], value, **tolerance)

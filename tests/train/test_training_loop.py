@@ -17,11 +17,11 @@ from xmoco.methods import build_method
 from xmoco.settings import load_config
 from xmoco.train import loop
 from xmoco.train.engine import build_fabric
-from xmoco.train.loop import Spectator, Training
+from xmoco.train.loop import Callback, Training
 from xmoco.train.run_folder import RunFolder
 
 
-class Notes(Spectator):
+class Notes(Callback):
     def __init__(self) -> None:
         self.steps: list[int] = []
         self.values: dict[int, dict[str, float]] = {}
@@ -121,7 +121,7 @@ def test_on_a_cpu_memory_is_kept_and_halves_run_abreast(
     training = new_training(recipe)
     torch.set_num_threads(before)
     keep_memory.assert_called_once_with()
-    assert training.method.abreast == (threads == 2)
+    assert training.method.two_threads == (threads == 2)
     assert training.optimizer.param_groups[0]["fused"]
 
 
@@ -131,11 +131,11 @@ def test_a_run_with_halves_abreast_is_the_same(recipe: Path) -> None:
     for threads in (1, 2):
         torch.set_num_threads(threads)
         training = new_training(recipe, "epochs=2", "accumulate=2")
-        training.train(Spectator())
+        training.train(Callback())
         runs.append(training)
     torch.set_num_threads(before)
     plain, abreast = (run.method.state_dict() for run in runs)
-    assert [run.method.abreast for run in runs] == [False, True]
+    assert [run.method.two_threads for run in runs] == [False, True]
     for name, value in plain.items():
         assert_close(abreast[name], value, msg=name)
 
@@ -146,7 +146,7 @@ def test_the_optimiser_uses_the_schedule(recipe: Path, monkeypatch: pytest.Monke
     training.optimizer.register_step_post_hook(
         lambda optimizer, *_: used.append(optimizer.param_groups[0]["lr"])
     )
-    training.train(Spectator())
+    training.train(Callback())
     peak = 0.0675 * 16 / 256
     assert training.peak_rate == pytest.approx(peak)
     assert used == [training.rate(step) for step in range(8)]
@@ -201,7 +201,7 @@ def test_views_of_a_step_are_a_function_of_it(recipe: Path) -> None:
 def test_saving_and_restoring(recipe: Path) -> None:
     training = new_training(recipe)
     assert not training.restore()
-    training.train(Spectator())
+    training.train(Callback())
     fresh = new_training(recipe)
     assert fresh.restore()
     assert (fresh.step, fresh.seconds) == (8, training.seconds)
@@ -212,7 +212,7 @@ def test_saving_and_restoring(recipe: Path) -> None:
 def test_an_optimiser_of_another_device_is_restored_without_its_settings(recipe: Path) -> None:
     """On a GPU it is fused, and its rate a number on the device."""
     training = new_training(recipe)
-    training.train(Spectator())
+    training.train(Callback())
     for group in training.optimizer.param_groups:
         group |= {"fused": True, "lr": torch.tensor(0.5)}
     training.save()
@@ -232,7 +232,7 @@ def test_a_checkpoint_from_before_there_was_a_setting(recipe: Path) -> None:
     path = training.run.checkpoints.latest()
     assert path is not None
     state = torch.load(path)
-    del state["identity"]["settings"]["views"]["judged_size"]
+    del state["identity"]["settings"]["views"]["eval_size"]
     torch.save(state, path)
     assert new_training(recipe).restore()
 
@@ -278,7 +278,7 @@ def test_a_loss_that_is_no_number_stops_the_run(
 
     monkeypatch.setattr(Training, "advance", spoil)
     with pytest.raises(UserError, match="no longer a number"):
-        training.train(Spectator())
+        training.train(Callback())
     assert training.step <= 4
     assert training.run.checkpoints.paths() == []
 

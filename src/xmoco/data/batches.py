@@ -1,6 +1,6 @@
 """Brings images to the device, batch after batch, in an order that is a function of seed and epoch.
 
-Small sets are decoded once and stay on the device (``residency``); larger ones are read and decoded
+Small sets are decoded once and stay on the device (``preload``); larger ones are read and decoded
 ahead of the consumer (``streaming``). Either way, on one kind of device, the batches are the same
 bit for bit, for any number of threads, and any step can be the first: a resumed run needs to know
 nothing but the step it had reached.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from xmoco.data.imagesets import ArrayImages, ImageSet, RaggedImages
-from xmoco.data.residency import Progress, held, resident
+from xmoco.data.preload import Progress, held, preload
 from xmoco.data.streaming import Batch, streamed
 from xmoco.data.unreadable import Unreadable, counted
 from xmoco.errors import UserError
@@ -32,7 +32,7 @@ __all__ = [
     "at_positions",
     "epoch_order",
     "in_order",
-    "resident",
+    "preload",
 ]
 
 
@@ -62,7 +62,7 @@ class Batches:
         rank: int = 0,
         processes: int = 1,
         readers: int = 8,
-        resident_gib: float = 4.0,
+        preload_gib: float = 4.0,
         known_unreadable: Iterable[tuple[str, str]] = (),
         on_progress: Progress | None = None,
     ) -> None:
@@ -85,10 +85,10 @@ class Batches:
         self.steps_per_epoch = len(images) // batch
         self.unreadable = Unreadable(len(images), known_unreadable)
         self._waiting = Waiting(device)
-        self.images = resident(
+        self.images = preload(
             images,
             device,
-            gib=resident_gib,
+            gib=preload_gib,
             readers=readers,
             unreadable=self.unreadable,
             on_progress=on_progress,

@@ -60,7 +60,7 @@ class ViewParameters:
         return [getattr(self, field.name) for field in dataclasses.fields(self)]
 
 
-def joined(*parts: ViewParameters) -> ViewParameters:
+def stacked(*parts: ViewParameters) -> ViewParameters:
     """All rows of ``parts``, one part after the other."""
     return ViewParameters(*map(np.concatenate, zip(*(p.columns for p in parts), strict=True)))
 
@@ -136,7 +136,7 @@ def render(
 
     ``sizes`` (n, 2), on the host, tells how much of each canvas is image: its height and width from
     the top left. Nothing beyond is ever seen. ``parameters`` has a row for every image or, with
-    several parts ``joined``, k rows: one view of every image after another. All is done on the
+    several parts ``stacked``, k rows: one view of every image after another. All is done on the
     images' device, in float32 but for the result, and no step waits for it.
     """
     fused = images.is_cuda and HAS_TRITON

@@ -39,7 +39,7 @@ TELL_AFTER = 2.0
 
 
 @dataclass(frozen=True)
-class Protocol(ABC):
+class ClassifierProtocol(ABC):
     """Settings of SGD. ``backbone_rate`` 0 means frozen: the backbone stays in eval mode and gets
     no gradients."""
 
@@ -68,7 +68,7 @@ class Protocol(ABC):
 
 
 @dataclass(frozen=True)
-class EpochProtocol(Protocol):
+class EpochProtocol(ClassifierProtocol):
     """A number of epochs; the rates fall by ``decay`` at the ``milestones`` (epochs)."""
 
     epochs: int
@@ -95,7 +95,7 @@ class EpochProtocol(Protocol):
 
 
 @dataclass(frozen=True)
-class CosineProtocol(Protocol):
+class CosineProtocol(ClassifierProtocol):
     """A number of steps with Nesterov's momentum; the rates fall to 0 along a half cosine."""
 
     steps: int
@@ -120,7 +120,7 @@ FINETUNE = EpochProtocol("fine-tune", 256, 0.2, 0.01, 0.0, 20, (12, 16), 0.2, le
 def train_classifier(
     backbone: nn.Module,
     train: ImageSet,
-    protocol: Protocol,
+    protocol: ClassifierProtocol,
     *,
     views: ViewsConfig,
     device: torch.device,

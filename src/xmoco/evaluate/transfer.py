@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from xmoco.data import ImageSet, Unreadable
-from xmoco.data.batches import resident
+from xmoco.data.batches import preload
 from xmoco.data.fingerprint import content_digest
 from xmoco.data.transfer_sets import Metric, TransferSet, open_transfer_set
 from xmoco.errors import UserError, nearest
-from xmoco.evaluate.case import Case, Listener, Place, check_seed
 from xmoco.evaluate.classify import CosineProtocol, DivergedError, class_scores, train_classifier
+from xmoco.evaluate.evaluation import EvalOptions, Evaluation, Listener, check_seed
 from xmoco.evaluate.features import Features
 from xmoco.evaluate.grid import GRIDS, Grid, GridFile
 from xmoco.evaluate.logistic import STRENGTHS, fit, fit_path
@@ -45,7 +45,7 @@ def evaluate_transfer(
     metric: str | None = None,
     seed: int = 0,
     out: str | Path | None = None,
-    place: Place | None = None,
+    options: EvalOptions | None = None,
     listener: Listener | None = None,
 ) -> Record:
     """How well a backbone serves for other images, by the protocol of the set.
@@ -60,23 +60,25 @@ def evaluate_transfer(
                 f"unknown {kind} {asked!r}{nearest(asked, known)}; there are {', '.join(known)}."
             )
     check_seed(seed)
-    place = place or Place()
+    options = options or EvalOptions()
     if not isinstance(data, TransferSet):
         # Of a path the leading ./ is lost, which tells it from one of the paper's sets.
         source = f"./{data}" if isinstance(data, Path) and not data.is_absolute() else str(data)
-        data = open_transfer_set(source, root=place.root, download=place.download, metric=metric)
-    case = Case.open(weights, place, listener)
+        data = open_transfer_set(
+            source, root=options.root, download=options.download, metric=metric
+        )
+    evaluation = Evaluation.open(weights, options, listener)
     if mode == "frozen":
-        return _frozen(case, data)
+        return _frozen(evaluation, data)
     if out is None:
-        method = re.sub(r"[^\w.+-]+", "_", case.weights.card.method)
-        out = Path("runs", "transfer", f"{method}-{case.digest}-{grid}")
-    return _end_to_end(case, data, GRIDS[grid], seed, Path(out) / data.name)
+        method = re.sub(r"[^\w.+-]+", "_", evaluation.weights.card.method)
+        out = Path("runs", "transfer", f"{method}-{evaluation.digest}-{grid}")
+    return _end_to_end(evaluation, data, GRIDS[grid], seed, Path(out) / data.name)
 
 
-def _frozen(case: Case, images: TransferSet) -> Record:
+def _frozen(evaluation: Evaluation, images: TransferSet) -> Record:
     train, validation, test = (
-        _on_device(case.features(part, f"{name} images", border=False), case.device)
+        _on_device(evaluation.features(part, f"{name} images", border=False), evaluation.device)
         for name, part in (
             ("training", images.train),
             ("validation", images.validation),
@@ -91,16 +93,16 @@ def _frozen(case: Case, images: TransferSet) -> Record:
         value = judge(model.scores(validation.vectors), validation.labels)
         if value > best:  # of equals the strongest, which comes first
             best, chosen, start = value, strength, model
-        case.listener.progress("strengths", done, len(STRENGTHS), f"best {best:.2f} %")
+        evaluation.listener.progress("strengths", done, len(STRENGTHS), f"best {best:.2f} %")
     vectors = torch.cat([train.vectors, validation.vectors])
     labels = torch.cat([train.labels, validation.labels])
     model = fit(vectors, labels, classes, chosen, start)
     return _record(
-        case,
+        evaluation,
         images,
         "transfer_frozen",
         judge(model.scores(test.vectors), test.labels),
-        case.weights.card.seed,
+        evaluation.weights.card.seed,
         name="transfer, frozen",
         strength=chosen,
         strengths=len(STRENGTHS),
@@ -119,48 +121,53 @@ def _on_device(features: Features, device: torch.device) -> _Labelled:
     return _Labelled(features.vectors.to(device), features.labels.to(device))
 
 
-def _end_to_end(case: Case, images: TransferSet, grid: Grid, seed: int, folder: Path) -> Record:
-    size, crop_size = case.views.central_size, case.views.size
+def _end_to_end(
+    evaluation: Evaluation, images: TransferSet, grid: Grid, seed: int, folder: Path
+) -> Record:
+    size, crop_size = evaluation.views.central_size, evaluation.views.size
     file = GridFile.open(
         folder,
         {
-            "weights": case.digest,
+            "weights": evaluation.digest,
             "set": images.name,
             "metric": images.metric,
             "images": [
-                content_digest(part, case.place.readers, case.on_progress("reading images"))
+                content_digest(
+                    part, evaluation.options.readers, evaluation.on_progress("reading images")
+                )
                 for part in (images.train, images.validation, images.test)
             ],
             **dataclasses.asdict(grid),
             "seed": seed,
             "size": size,
             **({} if crop_size == size else {"crop_size": crop_size}),
-            "precision": case.place.precision,
+            "precision": evaluation.options.precision,
         },
     )
-    train, validation = _kept(case, images.train), _kept(case, images.validation)
+    train, validation = _kept(evaluation, images.train), _kept(evaluation, images.validation)
     for number, point in enumerate(grid.points, start=1):
         if point not in file.values:
             stage = f"grid point {number} of {len(grid.points)}"
             file.add(
-                point, _tuned(case, images, grid.protocol(point), train, validation, seed, stage)
+                point,
+                _tuned(evaluation, images, grid.protocol(point), train, validation, seed, stage),
             )
         best, value = file.best()
         note = f"best {value:.2f} % (rate {best.rate:.2g}, decay {best.weight_decay:.2g})"
-        case.listener.progress("grid", number, len(grid.points), note)
+        evaluation.listener.progress("grid", number, len(grid.points), note)
     chosen, value = file.best()
     if value < 0:
         raise UserError(f"no point of the grid {grid.name} could be trained on {images.name}.")
     protocol = grid.protocol(chosen)
-    both, test = _kept(case, images.train_and_validation), _kept(case, images.test)
-    result = _tuned(case, images, protocol, both, test, seed, "the point chosen")
+    both, test = _kept(evaluation, images.train_and_validation), _kept(evaluation, images.test)
+    result = _tuned(evaluation, images, protocol, both, test, seed, "the point chosen")
     if result < 0:
         raise UserError(
             f"the point chosen on {images.name} (rate {chosen.rate:.2g}, weight decay "
             f"{chosen.weight_decay:.2g}) diverged when trained on all images: try another --seed."
         )
     return _record(
-        case,
+        evaluation,
         images,
         "transfer_end_to_end",
         result,
@@ -171,26 +178,26 @@ def _end_to_end(case: Case, images: TransferSet, grid: Grid, seed: int, folder: 
         rates=len(grid.rates),
         weight_decays=len(grid.weight_decays),
         validation=value,
-        precision=case.place.precision,
+        precision=evaluation.options.precision,
     )
 
 
-def _kept(case: Case, images: ImageSet) -> ImageSet:
+def _kept(evaluation: Evaluation, images: ImageSet) -> ImageSet:
     """Decoded once and kept on the device, if there is room."""
     broken = Unreadable(len(images))
-    kept = resident(
+    kept = preload(
         images,
-        case.device,
-        readers=case.place.readers,
+        evaluation.device,
+        readers=evaluation.options.readers,
         unreadable=broken,
-        on_progress=case.on_progress("decoding images"),
+        on_progress=evaluation.on_progress("decoding images"),
     )
-    case.tell_of(broken)
+    evaluation.tell_of(broken)
     return kept
 
 
 def _tuned(
-    case: Case,
+    evaluation: Evaluation,
     images: TransferSet,
     protocol: CosineProtocol,
     train: ImageSet,
@@ -199,28 +206,38 @@ def _tuned(
     stage: str,
 ) -> float:
     """What a copy of the backbone reaches on ``judged`` after training; -1 if its loss exploded."""
-    backbone = copy.deepcopy(case.weights.backbone)
-    views, device, bf16, readers = case.views, case.device, case.bf16, case.place.readers
+    backbone = copy.deepcopy(evaluation.weights.backbone)
+    views, device, bf16, readers = (
+        evaluation.views,
+        evaluation.device,
+        evaluation.bf16,
+        evaluation.options.readers,
+    )
     try:
         head = train_classifier(
             backbone, train, protocol, views=views, device=device, bf16=bf16, seed=seed,
-            readers=readers, on_step=case.on_step(stage),
+            readers=readers, on_step=evaluation.on_step(stage),
         )  # fmt: skip
     except DivergedError:
         return -1.0
     broken = Unreadable(len(judged))
     scores, labels = class_scores(
         backbone, head, judged, views=views, device=device, bf16=bf16, readers=readers,
-        border=False, unreadable=broken, on_progress=case.on_progress("judging"),
+        border=False, unreadable=broken, on_progress=evaluation.on_progress("judging"),
     )  # fmt: skip
-    case.tell_of(broken)
+    evaluation.tell_of(broken)
     return METRICS[images.metric](scores, labels)
 
 
 def _record(
-    case: Case, images: TransferSet, measure: str, value: float, seed: int, **protocol: object
+    evaluation: Evaluation,
+    images: TransferSet,
+    measure: str,
+    value: float,
+    seed: int,
+    **protocol: object,
 ) -> Record:
-    return case.record(
+    return evaluation.record(
         measure,
         value,
         images.train,

@@ -13,7 +13,7 @@ from xmoco.distributed import gather
 class PairedRing(nn.Module):
     """The last ``length`` rows of either side; slot j of both sides comes from the same image.
 
-    Rings wrap around when their length is no multiple of the batch. ``entered`` counts the rows so
+    Rings wrap around when their length is no multiple of the batch. ``enqueued`` counts the rows so
     far. It lives on the device like the rows, so that no step waits for it and a captured CUDA
     graph moves on by itself; it is part of ``state_dict``.
     """
@@ -25,7 +25,7 @@ class PairedRing(nn.Module):
         super().__init__()
         self.register_buffer("source", torch.zeros(length, width))
         self.register_buffer("target", torch.zeros(length, width))
-        self.entered = torch.tensor(0)
+        self.enqueued = torch.tensor(0)
         self._known_full = False
 
     @property
@@ -35,7 +35,7 @@ class PairedRing(nn.Module):
     @property
     def fill(self) -> float:
         """The share of slots that hold a row of a past batch. Asks the device."""
-        return min(1.0, int(self.entered) / self.length)
+        return min(1.0, int(self.enqueued) / self.length)
 
     @property
     def full(self) -> bool:
@@ -44,28 +44,28 @@ class PairedRing(nn.Module):
         return self._known_full
 
     @torch.no_grad()
-    def enter(self, source: Tensor, target: Tensor) -> None:
+    def enqueue(self, source: Tensor, target: Tensor) -> None:
         """Let the rows of all processes, in rank order, replace the oldest."""
         source, target = gather(source), gather(target)
         count = len(source)
         kept = min(count, self.length)
         newest = torch.arange(count - kept, count, device=source.device)
-        slots = (self.entered + newest) % self.length
+        slots = (self.enqueued + newest) % self.length
         self.source[slots] = source[count - kept :].to(self.source.dtype)
         self.target[slots] = target[count - kept :].to(self.target.dtype)
-        self.entered += count
+        self.enqueued += count
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What ``to``, ``cuda`` and the like do: the counter goes where the rows go."""
         nn.Module._apply(self, fn, recurse)
-        self.entered = fn(self.entered)
+        self.enqueued = fn(self.enqueued)
         return self
 
     def get_extra_state(self) -> Tensor:
-        return self.entered.clone().cpu()
+        return self.enqueued.clone().cpu()
 
     def set_extra_state(self, state: Tensor) -> None:
-        self.entered.copy_(state)
+        self.enqueued.copy_(state)
         self._known_full = False
 
 

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from xmoco.losses.bank import KeyBanks
 from xmoco.losses.contrast import Contrast
-from xmoco.losses.gauges import similarity_gauges
+from xmoco.losses.metrics import similarity_metrics
 from xmoco.losses.similarity import crossed_similarities
 
 
@@ -42,7 +42,7 @@ class MoCoLoss(nn.Module):
         source, target = self.contrasts(q_s, q_t, k_s, k_t)
         terms = {"source": source.infonce(), "target": target.infonce()}
         if self.training:
-            self.banks.enter(k_s, k_t)
+            self.banks.enqueue(k_s, k_t)
         return terms["source"] + terms["target"], terms
 
     def contrasts(
@@ -76,6 +76,6 @@ class MoCoLoss(nn.Module):
         )
 
     @torch.no_grad()
-    def gauges(self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor) -> dict[str, Tensor]:
+    def metrics(self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor) -> dict[str, Tensor]:
         """What a log wants to know of this batch; changes nothing. Call it before ``forward``."""
-        return similarity_gauges(*self.similarities(q_s, q_t, k_s, k_t))
+        return similarity_metrics(*self.similarities(q_s, q_t, k_s, k_t))

@@ -26,7 +26,7 @@ def crossed_similarities(queries: Tensor, keys: Tensor, bank: Tensor, temperatur
 def past_similarities(queries: Tensor, slots: Tensor, bank: Tensor, temperature: float) -> Tensor:
     """log P of past queries over today's bank, of shape (M, K).
 
-    By now the bank holds each past query's own key, in slot ``slots[i]`` (both entered together).
+    By now the bank holds each past query's own key, in slot ``slots[i]`` (both enqueued together).
     It is that query's positive: it shares in the normalisation, but as a negative it counts −inf.
     """
     queries, bank = precise(queries), precise(bank)

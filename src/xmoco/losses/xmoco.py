@@ -8,8 +8,8 @@ from torch import Tensor
 from xmoco.distributed import own_share
 from xmoco.losses.bank import PairedRing
 from xmoco.losses.contrast import Contrast
-from xmoco.losses.gauges import label_gauges, similarity_gauges
 from xmoco.losses.labels import balanced_labels, soft_labels
+from xmoco.losses.metrics import label_metrics, similarity_metrics
 from xmoco.losses.moco import MoCoLoss
 from xmoco.losses.similarity import past_similarities
 from xmoco.losses.streamed import can_stream, streamed_peer_scaling
@@ -86,11 +86,11 @@ class XMoCoLoss(MoCoLoss):
             "consistency_target": source.cross_entropy(target.p),
         }
         if self.training:
-            self.banks.enter(k_s, k_t)
+            self.banks.enqueue(k_s, k_t)
             if self.history_kind == "queries" and self.history is not None:
-                self.history.enter(q_s, q_t)
+                self.history.enqueue(q_s, q_t)
             elif self.history is not None:
-                self.history.enter(source.log_p[:, 1:], target.log_p[:, 1:])
+                self.history.enqueue(source.log_p[:, 1:], target.log_p[:, 1:])
         return torch.stack(list(terms.values())).sum(), terms
 
     def labels(self, log_p_s: Tensor, log_p_t: Tensor) -> tuple[Tensor, Tensor]:
@@ -106,10 +106,10 @@ class XMoCoLoss(MoCoLoss):
         )
 
     @torch.no_grad()
-    def gauges(self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor) -> dict[str, Tensor]:
+    def metrics(self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor) -> dict[str, Tensor]:
         source, target = self.contrasts(q_s, q_t, k_s, k_t)
         labels = self._labels_of(source, target)
-        return similarity_gauges(source.log_p, target.log_p) | label_gauges(*labels)
+        return similarity_metrics(source.log_p, target.log_p) | label_metrics(*labels)
 
     def _labels_of(self, source: Contrast, target: Contrast) -> tuple[Tensor, Tensor]:
         """The labels, with past queries streamed where that is possible."""
@@ -122,7 +122,7 @@ class XMoCoLoss(MoCoLoss):
             banks=torch.stack([source.bank, target.bank]),
             past=torch.stack([own_share(self.history.source), own_share(self.history.target)]),
             past_slots=own_share(torch.arange(self.history.length, device=source.bank.device)),
-            past_counts=self.history.entered >= self.history.length,
+            past_counts=self.history.enqueued >= self.history.length,
             temperature=self.temperature,
             sharpness=self.sharpness,
             iterations=self.iterations,

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from xmoco.config import MoCoConfig, ModelConfig
 from xmoco.losses import MoCoLoss
-from xmoco.losses.gauges import feature_gauges
-from xmoco.nn.abreast import both, has_halves, with_backward_abreast
+from xmoco.losses.metrics import feature_metrics
 from xmoco.nn.batchnorm import (
     keys_in_other_processes,
     keys_in_split_groups,
@@ -18,14 +17,15 @@ from xmoco.nn.batchnorm import (
 )
 from xmoco.nn.blocks import fuse_norms
 from xmoco.nn.encoder import Encoder, build_encoder, momentum_copy, momentum_update
+from xmoco.nn.two_threads import both, has_halves, with_parallel_backward
 
 
-class Step(NamedTuple):
-    """What a forward pass tells: the loss to minimise, its named terms, gauges for the log."""
+class StepOutput(NamedTuple):
+    """What a forward pass tells: the loss to minimise, its named terms, metrics for the log."""
 
     loss: Tensor
     terms: dict[str, Tensor]
-    gauges: dict[str, Tensor]
+    metrics: dict[str, Tensor]
 
 
 class Method(nn.Module, ABC):
@@ -39,8 +39,8 @@ class Method(nn.Module, ABC):
     encoder: Encoder
 
     @abstractmethod
-    def forward(self, x_s: Tensor, x_t: Tensor, measure: bool = False) -> Step:
-        """The loss of a batch; gauges only when asked to ``measure``, since they cost time."""
+    def forward(self, x_s: Tensor, x_t: Tensor, with_metrics: bool = False) -> StepOutput:
+        """The loss of a batch; metrics only when asked for, since they cost time."""
 
     @abstractmethod
     def after_step(self) -> None:
@@ -73,7 +73,7 @@ class MomentumMethod(Method):
         self.momentum_encoder = momentum_copy(self.encoder)
         self.loss = loss
         self.stacked = False
-        self.abreast = False
+        self.two_threads = False
 
     def suit_gpu(self) -> None:
         """Both views go through an encoder as one batch, their statistics still apart, and batch
@@ -86,15 +86,15 @@ class MomentumMethod(Method):
 
     def suit_cpu(self) -> None:
         """The two encoders run at once, and then the ways back of the two views."""
-        self.abreast = has_halves()
+        self.two_threads = has_halves()
 
     def features(self, x_s: Tensor, x_t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """q_s and q_t of f, k_s and k_t of g."""
-        if not self.abreast:
+        if not self.two_threads:
             return *self.queries(x_s, x_t), *self.keys(x_s, x_t)
         queries, keys = both(lambda: self.queries(x_s, x_t), lambda: self.keys(x_s, x_t))
         learned = [p for p in self.encoder.parameters() if p.requires_grad]
-        return *with_backward_abreast(queries, learned), *keys
+        return *with_parallel_backward(queries, learned), *keys
 
     def queries(self, x_s: Tensor, x_t: Tensor) -> tuple[Tensor, Tensor]:
         """q_s and q_t of f."""
@@ -123,12 +123,14 @@ class MomentumMethod(Method):
                 keys: Tensor = encoder(images)
                 return keys
 
-    def contrast(self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor, measure: bool) -> Step:
-        gauges: dict[str, Tensor] = {}
-        if measure:
-            gauges = feature_gauges(q_s) | self.loss.gauges(q_s, q_t, k_s, k_t)
+    def contrast(
+        self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor, with_metrics: bool
+    ) -> StepOutput:
+        metrics: dict[str, Tensor] = {}
+        if with_metrics:
+            metrics = feature_metrics(q_s) | self.loss.metrics(q_s, q_t, k_s, k_t)
         loss, terms = self.loss(q_s, q_t, k_s, k_t)
-        return Step(loss, terms, gauges)
+        return StepOutput(loss, terms, metrics)
 
     def after_step(self) -> None:
         momentum_update(self.momentum_encoder, self.encoder, self.key_momentum)

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from xmoco.config import MoCoV2PlusConfig, ModelConfig
 from xmoco.losses import MoCoLoss
-from xmoco.methods.base import MomentumMethod, Step
+from xmoco.methods.base import MomentumMethod, StepOutput
 
 
 class MoCoV2Plus(MomentumMethod):
@@ -12,6 +12,6 @@ class MoCoV2Plus(MomentumMethod):
         loss = MoCoLoss(model.feature_size, settings.bank_length, settings.temperature)
         super().__init__(model, settings, loss)
 
-    def forward(self, x_s: Tensor, x_t: Tensor, measure: bool = False) -> Step:
+    def forward(self, x_s: Tensor, x_t: Tensor, with_metrics: bool = False) -> StepOutput:
         q_s, q_t, k_s, k_t = self.features(x_s, x_t)
-        return self.contrast(q_s, q_t, k_s, k_t, measure)
+        return self.contrast(q_s, q_t, k_s, k_t, with_metrics)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from xmoco.config import ModelConfig, XMoCoConfig
 from xmoco.losses import XMoCoLoss
-from xmoco.methods.base import MomentumMethod, Step
+from xmoco.methods.base import MomentumMethod, StepOutput
 
 
 class XMoCo(MomentumMethod):
@@ -24,7 +24,7 @@ class XMoCo(MomentumMethod):
         )
         super().__init__(model, settings, loss)
 
-    def forward(self, x_s: Tensor, x_t: Tensor, measure: bool = False) -> Step:
+    def forward(self, x_s: Tensor, x_t: Tensor, with_metrics: bool = False) -> StepOutput:
         # 1. Two random views of every image come in: source x_s and target x_t.
         # 2. The encoder f gives queries; the momentum encoder g gives keys, without gradient.
         q_s, q_t, k_s, k_t = self.features(x_s, x_t)
@@ -32,7 +32,7 @@ class XMoCo(MomentumMethod):
         # 4. P_s = softmax([q_s·k_t | q_s·B_t] / τ) and P_t = softmax([q_t·k_s | q_t·B_s] / τ).
         # 5. Soft labels: Y_s from P_s, Y_t from P_t, balanced over the banks by Sinkhorn.
         # 6. CE(Y_s, P_t) + CE(Y_t, P_s) + CE(sg P_s, P_t) + CE(sg P_t, P_s).
-        return self.contrast(q_s, q_t, k_s, k_t, measure)
+        return self.contrast(q_s, q_t, k_s, k_t, with_metrics)
 
     def after_step(self) -> None:
         # 7. After the SGD step on f: g ← m·g + (1−m)·f. (The keys have entered the banks with the

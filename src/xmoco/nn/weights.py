@@ -1,8 +1,8 @@
 """Backbone weights: our own files there and back, and anyone's ResNet in.
 
 Our own file is safetensors with torchvision's names and a card in the header. Other weights are
-models of torchvision or timm by name, and files whose layout ``xmoco.nn.layouts`` knows. Nothing
-in a file is ever run: pickles are read with ``weights_only=True``.
+models of torchvision or timm by name, and files of a format that ``nn/checkpoint_formats.py``
+knows. Nothing in a file is ever run: pickles are read with ``weights_only=True``.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from xmoco.config import Backbone, ViewsConfig
 from xmoco.errors import UserError, nearest
 from xmoco.files import write_whole
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.layouts import (
+from xmoco.nn.checkpoint_formats import (
     ARCHITECTURES,
     FoundBackbone,
     LoadReport,
@@ -55,20 +55,20 @@ class BackboneCard:
     method: str
     epochs: int
     seed: int
-    judged_size: int | None = None  # side of the central views, where it is another
+    eval_size: int | None = None  # side of the central views, where it is another
 
     def as_json(self) -> str:
         return json.dumps(
             {name: value for name, value in asdict(self).items() if value is not None}
         )
 
-    def views(self, size: int | None = None, judged_size: int | None = None) -> ViewsConfig:
+    def views(self, size: int | None = None, eval_size: int | None = None) -> ViewsConfig:
         """What evaluations show it: views of its own sizes, or all of ``size``, or central ones
-        of ``judged_size``."""
-        own = self.judged_size if size is None else None
+        of ``eval_size``."""
+        own = self.eval_size if size is None else None
         return ViewsConfig(
             size=size or self.size,
-            judged_size=judged_size or own,
+            eval_size=eval_size or own,
             mean=self.mean,
             std=self.std,
         )
@@ -169,6 +169,8 @@ def _own_card(path: Path) -> BackboneCard | None:
         if "xmoco" not in header:
             return None
         fields = json.loads(header["xmoco"])
+        if "judged_size" in fields:  # as files before version 0.2 call it
+            fields["eval_size"] = fields.pop("judged_size")
         card = BackboneCard(**fields | {"mean": tuple(fields["mean"]), "std": tuple(fields["std"])})
         known = cast(tuple[str, ...], get_args(Backbone))
         if card.backbone not in known:

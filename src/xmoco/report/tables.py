@@ -59,7 +59,7 @@ CAUTION = (
 Name = Annotated[str, Field(min_length=1), AfterValidator(printable)]
 
 
-class Protocol(BaseModel):
+class TransferProtocol(BaseModel):
     """Of a record's protocol, what the tables need."""
 
     model_config = ConfigDict(strict=True, frozen=True, str_strip_whitespace=True)
@@ -84,7 +84,7 @@ class Transfer(BaseModel):
     measure: Literal["transfer_frozen", "transfer_end_to_end"]
     value: float = Field(ge=0, le=100, allow_inf_nan=False)
     subject: Name
-    protocol: Protocol
+    protocol: TransferProtocol
     seed: int
 
 

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from xmoco.config import Config
 from xmoco.data import Batch, Batches
-from xmoco.data.views import draw, joined, render
+from xmoco.data.views import draw, render, stacked
 from xmoco.distributed import sum_over_processes
 from xmoco.errors import Interrupted, UserError
-from xmoco.methods import Method, Step
+from xmoco.methods import Method, StepOutput
 from xmoco.train.checkpoints import load_checkpoint
 from xmoco.train.run_folder import RunFolder
 from xmoco.train.schedule import learning_rate
@@ -33,7 +33,7 @@ CHECKPOINT_SHARE = 0.02  # of the time, at most, goes into checkpoints at epoch 
 STEPS_BETWEEN_STOP_CHECKS = 10  # with several processes, which have to agree
 
 
-class Spectator:
+class Callback:
     """What the loop tells as it goes, on the first process; this one is not interested.
 
     A context manager: it is entered before the first step and left after the last.
@@ -145,9 +145,9 @@ class Training:
         }
         self.run.checkpoints.save(self.step, state)
 
-    def train(self, spectator: Spectator) -> None:
+    def train(self, callback: Callback) -> None:
         """Take all steps that are left. Raises ``Interrupted``, saved, when asked to stop."""
-        pace = _Pace(self)
+        means = _RunningMeans(self)
         log_every, epoch_length = self.config.train.log_every, self.steps_per_epoch
         saves = _SaveClock(self.config.train.checkpoint_minutes * 60)
         self.method.train()
@@ -158,26 +158,26 @@ class Training:
             stream = stack.enter_context(closing(self.batches.from_step(self.step)))
             while self.step < self.total_steps:
                 log = (self.step + 1) % log_every == 0 or self.step + 1 == self.total_steps
-                step = self.advance(stream, measure=log)
-                pace.add(step)
+                step = self.advance(stream, with_metrics=log)
+                means.add(step)
                 self.seconds = before + time.perf_counter() - started
                 if self.fabric.is_global_zero:
-                    spectator.on_step(self.step)
+                    callback.on_step(self.step)
                 if log:
-                    values = pace.values(step.gauges)
+                    values = means.values(step.metrics)
                     if not math.isfinite(values["loss"]):
                         raise self._diverged()
                     self._check_unreadable()
                     if self.fabric.is_global_zero:
-                        spectator.on_values(self.step, self.step / epoch_length, values)
+                        callback.on_values(self.step, self.step / epoch_length, values)
                 epoch_over = self.step % epoch_length == 0
                 if epoch_over:  # before the checkpoint: what is told of an epoch is never skipped
-                    with pace.paused():
+                    with means.paused():
                         if self.fabric.is_global_zero:
-                            spectator.on_epoch(self.step // epoch_length, self.step)
+                            callback.on_epoch(self.step // epoch_length, self.step)
                         self.fabric.barrier()
                 if saves.due(epoch_over) or self.step == self.total_steps:
-                    with pace.paused():
+                    with means.paused():
                         saves.time(self.save)
                 if self.fabric.world_size == 1 or self.step % STEPS_BETWEEN_STOP_CHECKS == 0:
                     signal_number = stop.agreed(self.fabric.device)
@@ -203,7 +203,7 @@ class Training:
         """Source and target views of this process's share of a step's batch."""
         config, share = self.config, len(batch.images)
         mine = slice(self.fabric.global_rank * share, (self.fabric.global_rank + 1) * share)
-        parameters = joined(
+        parameters = stacked(
             *(
                 draw(config.views, config.train.batch, config.train.seed, step, view)[mine]
                 for view in (0, 1)
@@ -212,10 +212,10 @@ class Training:
         x_s, x_t = render(batch.images, batch.sizes, parameters, config.views).chunk(2)
         return x_s, x_t
 
-    def advance(self, stream: Iterator[Batch], measure: bool = False) -> Step:
+    def advance(self, stream: Iterator[Batch], with_metrics: bool = False) -> StepOutput:
         """Take the next batch and one step of the optimiser."""
         x_s, x_t = self.views(self._next(stream), self.step)
-        step = self.stepper(x_s, x_t, self.rate(self.step), measure)
+        step = self.stepper(x_s, x_t, self.rate(self.step), with_metrics)
         self.step += 1
         if self.stepper.news:
             self.run.log(self.stepper.news.pop())
@@ -259,7 +259,7 @@ def _lasting(config: Config) -> dict[str, Any]:
     return config.model_dump(mode="json", exclude={"run"})
 
 
-class _Pace:
+class _RunningMeans:
     """Averages of the loss terms and the speed since the last log line, fetched late."""
 
     def __init__(self, training: Training) -> None:
@@ -282,14 +282,14 @@ class _Pace:
         self.started += time.perf_counter() - paused
         self.waited += self.training.batches.waited - waited
 
-    def add(self, step: Step) -> None:
+    def add(self, step: StepOutput) -> None:
         losses = {"loss": step.loss} | {f"loss/{name}": term for name, term in step.terms.items()}
         for name, value in losses.items():
             value = value.detach()
             self.sums[name] = self.sums[name] + value if name in self.sums else value
         self.steps += 1
 
-    def values(self, gauges: Mapping[str, Tensor]) -> dict[str, float]:
+    def values(self, metrics: Mapping[str, Tensor]) -> dict[str, float]:
         training = self.training
         sums = sum_over_processes(torch.stack(list(self.sums.values()))).tolist()
         count = self.steps * training.fabric.world_size
@@ -299,7 +299,7 @@ class _Pace:
         values["images_per_second"] = self.steps * training.config.train.batch / seconds
         values["waiting"] = (training.batches.waited - self.waited) / seconds
         values["bank_fill"] = training.method.bank_fill
-        values |= {name: float(value) for name, value in gauges.items()}
+        values |= {name: float(value) for name, value in metrics.items()}
         self._begin()
         return values
 

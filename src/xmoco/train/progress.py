@@ -44,7 +44,7 @@ class RecentMean:
         return self.total / self.weight if self.weight else otherwise
 
 
-class Pace:
+class TimeLeft:
     """How long a step takes, and so how long is left.
 
     Steps inside an epoch and steps that cross an epoch's end are timed apart: the latter also hold
@@ -105,7 +105,7 @@ class Progress:
         self._values: dict[str, float] = {}
         self._knn: float | None = None
         self._best_knn, self._best_epoch = -1.0, 0
-        self._pace = Pace(total_steps, steps_per_epoch)
+        self._time_left = TimeLeft(total_steps, steps_per_epoch)
         self._started = monotonic()
         self._said_step: int | None = None  # plain lines: step, time and kNN of the last one
         self._said_time = self._started
@@ -133,7 +133,7 @@ class Progress:
     def tick(self, step: int) -> None:
         """A step is done. Cheap enough for every step."""
         self._step = step
-        self._pace.tick(step, monotonic())
+        self._time_left.tick(step, monotonic())
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
         """The averages of the last few steps, as they go into metrics.jsonl."""
@@ -156,7 +156,7 @@ class Progress:
 
     def _position(self) -> list[str]:
         epochs = self._total_steps / self._steps_per_epoch
-        left = self._pace.seconds_left()
+        left = self._time_left.seconds_left()
         return [
             f"epoch {self._step / self._steps_per_epoch:.1f}/{epochs:.0f}",
             f"step {self._step}/{self._total_steps}",

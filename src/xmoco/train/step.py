@@ -16,7 +16,7 @@ from lightning_fabric.wrappers import _FabricModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from xmoco.methods import Method, Step
+from xmoco.methods import Method, StepOutput
 
 WARM_UP = 8
 """Steps before a decision: by then cuDNN has chosen its algorithms and the optimiser has state."""
@@ -40,21 +40,23 @@ class Stepper:
     news: list[str] = field(default_factory=list)
     """What should be in the log."""
 
-    def __call__(self, x_s: Tensor, x_t: Tensor, rate: float, measure: bool = False) -> Step:
+    def __call__(
+        self, x_s: Tensor, x_t: Tensor, rate: float, with_metrics: bool = False
+    ) -> StepOutput:
         self.set_rate(rate)
-        return self.take(x_s, x_t, measure)
+        return self.take(x_s, x_t, with_metrics)
 
     def set_rate(self, rate: float | Tensor) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
 
-    def take(self, x_s: Tensor, x_t: Tensor, measure: bool = False) -> Step:
+    def take(self, x_s: Tensor, x_t: Tensor, with_metrics: bool = False) -> StepOutput:
         done = []
         halves = zip(x_s.chunk(self.parts), x_t.chunk(self.parts), strict=True)
         for part, (part_s, part_t) in enumerate(halves, start=1):
             last = part == self.parts
             with self.fabric.no_backward_sync(self.model, enabled=not last):
-                step: Step = self.model(part_s, part_t, measure=measure and last)
+                step: StepOutput = self.model(part_s, part_t, with_metrics=with_metrics and last)
                 self.fabric.backward(step.loss / self.parts)
             done.append(_values_of(step))
         self.optimizer.step()
@@ -67,7 +69,7 @@ class Stepper:
 class GraphedStepper(Stepper):
     """Replays its steps from a CUDA graph, once that has proved to pay.
 
-    Steps that ``measure`` are taken as ever: what they look at is not in the graph.
+    Steps that ``with_metrics`` are taken as ever: what they look at is not in the graph.
     """
 
     def __post_init__(self) -> None:
@@ -76,28 +78,30 @@ class GraphedStepper(Stepper):
         self.graph: torch.cuda.CUDAGraph | None = None
         self.rate = torch.zeros((), device=self.fabric.device)
 
-    def __call__(self, x_s: Tensor, x_t: Tensor, rate: float, measure: bool = False) -> Step:
+    def __call__(
+        self, x_s: Tensor, x_t: Tensor, rate: float, with_metrics: bool = False
+    ) -> StepOutput:
         # A number on the device: one on the host would be recorded as it is now.
         self.rate.fill_(rate)
         self.set_rate(self.rate)
         self.taken += 1
-        if measure:
-            return self.take(x_s, x_t, measure)
+        if with_metrics:
+            return self.take(x_s, x_t, with_metrics)
         if self.graph is not None:
             return self._replay(x_s, x_t)
         if self.taken >= self.decide_after:
             return self._decide(x_s, x_t)
         return self.take(x_s, x_t)
 
-    def _replay(self, x_s: Tensor, x_t: Tensor) -> Step:
+    def _replay(self, x_s: Tensor, x_t: Tensor) -> StepOutput:
         for place, view in zip(self.views, (x_s, x_t), strict=True):
             place.copy_(view)
         assert self.graph is not None
         self.graph.replay()
         values = self.values.clone()  # the next replay overwrites them
-        return Step(values[0], dict(zip(self.terms, values[1:], strict=True)), {})
+        return StepOutput(values[0], dict(zip(self.terms, values[1:], strict=True)), {})
 
-    def _decide(self, x_s: Tensor, x_t: Tensor) -> Step:
+    def _decide(self, x_s: Tensor, x_t: Tensor) -> StepOutput:
         """Time a step; record one for later if launching takes too long."""
         self.decide_after = sys.maxsize
         torch.cuda.synchronize()
@@ -162,15 +166,15 @@ def build_stepper(
     return kind(fabric, model, method, optimizer, parts)
 
 
-def _values_of(step: Step) -> Step:
+def _values_of(step: StepOutput) -> StepOutput:
     """The step without the way it came about, which would keep its nodes alive."""
     terms = {name: term.detach() for name, term in step.terms.items()}
-    return Step(step.loss.detach(), terms, step.gauges)
+    return StepOutput(step.loss.detach(), terms, step.metrics)
 
 
-def _mean_of_parts(parts: list[Step]) -> Step:
+def _mean_of_parts(parts: list[StepOutput]) -> StepOutput:
     if len(parts) == 1:
         return parts[0]
     loss = torch.stack([part.loss for part in parts]).mean()
     terms = {name: torch.stack([p.terms[name] for p in parts]).mean() for name in parts[0].terms}
-    return Step(loss, terms, parts[-1].gauges)
+    return StepOutput(loss, terms, parts[-1].metrics)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from xmoco.data.batches import in_order
 from xmoco.data.imagesets import ArrayImages, RaggedImages
-from xmoco.data.residency import LOOKED_AT, resident
+from xmoco.data.preload import LOOKED_AT, preload
 from xmoco.data.subset import at_most
 from xmoco.errors import UserError
 
@@ -18,10 +18,10 @@ from xmoco.errors import UserError
 def test_sets_become_resident_only_if_they_fit(pictures: list[Tensor | None]) -> None:
     bytes_needed = sum(picture.numel() for picture in pictures if picture is not None)
     images = Listed(pictures)
-    assert resident(images, CPU, gib=bytes_needed / 2 / 2**30) is images
+    assert preload(images, CPU, gib=bytes_needed / 2 / 2**30) is images
     assert images.reads <= LOOKED_AT  # a few looks are enough to know
-    assert resident(images, CPU, gib=(bytes_needed - 1) / 2**30) is images
-    held = resident(images, CPU, gib=bytes_needed * 2 / 2**30)
+    assert preload(images, CPU, gib=(bytes_needed - 1) / 2**30) is images
+    held = preload(images, CPU, gib=bytes_needed * 2 / 2**30)
     assert held is not images
     assert held.name == images.name
     assert held.labels is not None
@@ -32,12 +32,12 @@ def test_sets_become_resident_only_if_they_fit(pictures: list[Tensor | None]) ->
     reads = images.reads
     first(batches_of(held), 30)
     assert images.reads == reads
-    assert resident(held, CPU).where(3) == "listed: image 3"
+    assert preload(held, CPU).where(3) == "listed: image 3"
 
 
 def test_a_part_of_a_resident_set_is_resident() -> None:
     pictures = many_sizes(50)
-    part = at_most(resident(Listed(pictures), CPU), 20)
+    part = at_most(preload(Listed(pictures), CPU), 20)
     assert isinstance(part, RaggedImages)
     assert part.labels is not None
     for picture, label in zip(part.pictures, part.labels.tolist(), strict=True):
@@ -47,9 +47,9 @@ def test_a_part_of_a_resident_set_is_resident() -> None:
 def test_one_size_lies_in_one_tensor() -> None:
     images = Listed(same_size(50))
     exactly = 50 * 3 * 4 * 5 / 2**30
-    assert isinstance(resident(images, CPU, gib=exactly), ArrayImages)
-    assert resident(images, CPU, gib=exactly - 1 / 2**30) is images
-    assert isinstance(resident(Listed(many_sizes(50)), CPU), RaggedImages)
+    assert isinstance(preload(images, CPU, gib=exactly), ArrayImages)
+    assert preload(images, CPU, gib=exactly - 1 / 2**30) is images
+    assert isinstance(preload(Listed(many_sizes(50)), CPU), RaggedImages)
 
 
 def test_a_set_that_grows_out_of_its_limit_is_left_where_it_is() -> None:
@@ -58,7 +58,7 @@ def test_a_set_that_grows_out_of_its_limit_is_left_where_it_is() -> None:
     looked_at = {place * 2000 // LOOKED_AT for place in range(LOOKED_AT)}
     small = [large[:, :3, : 2 + i % 3] for i in range(2000)]
     images = Listed([small[i] if i in looked_at else large for i in range(2000)])
-    assert resident(images, CPU, gib=2000 * 90 * 90 / 2**30) is images
+    assert preload(images, CPU, gib=2000 * 90 * 90 / 2**30) is images
     assert images.reads < 1800  # and that is noticed on the way
 
 
@@ -68,7 +68,7 @@ def test_a_late_second_size_is_kept_too() -> None:
     batches = batches_of(images, 64)
     assert isinstance(batches.images, RaggedImages)
     reads = images.reads
-    assert_same(first(batches, 9), first(batches_of(Listed(pictures), 64, resident_gib=0.0), 9))
+    assert_same(first(batches, 9), first(batches_of(Listed(pictures), 64, preload_gib=0.0), 9))
     assert images.reads == reads
 
 
@@ -97,7 +97,7 @@ def test_resident_batches_equal_streamed_ones(data: st.DataObject) -> None:
     batch = data.draw(st.integers(1, 40))
     held = batches_of(listed(), batch)
     assert isinstance(held.images, ArrayImages | RaggedImages)
-    streaming = batches_of(listed(), batch, resident_gib=0.0, readers=2)
+    streaming = batches_of(listed(), batch, preload_gib=0.0, readers=2)
     assert_same(first(held, 4), first(streaming, 4))
     assert_same(
         list(in_order(held.images, batch, CPU)), list(in_order(streaming.images, batch, CPU))
@@ -107,7 +107,7 @@ def test_resident_batches_equal_streamed_ones(data: st.DataObject) -> None:
 def test_arrays_are_resident_or_stay_where_they_are() -> None:
     pixels = torch.arange(40 * 3 * 2 * 2).reshape(40, 3, 2, 2).byte()
     images = ArrayImages("array", pixels, torch.arange(40) % 7)
-    held, streamed = batches_of(images), batches_of(images, resident_gib=0.0)
+    held, streamed = batches_of(images), batches_of(images, preload_gib=0.0)
     assert streamed.images is images
     assert_same(first(held, 15), first(streamed, 15))
     batch = first(held, 1)[0]
@@ -129,14 +129,14 @@ def test_nothing_readable_at_the_start_is_told_at_once() -> None:
     with pytest.raises(UserError, match=r"^at least 1 of 33 images .*: picture 0 \(broken\)\.$"):
         batches_of(Listed(with_broken(33, {0})))
     with pytest.raises(UserError, match=r"^1 of 1 image cannot be read"):
-        resident(Listed([None]), CPU)
+        preload(Listed([None]), CPU)
     with pytest.raises(UserError, match=r"^at least 5 of 400 images .*2 \(broken\) and 2 more\.$"):
-        resident(Listed(with_broken(400, set(range(400)))), CPU)
+        preload(Listed(with_broken(400, set(range(400)))), CPU)
 
 
 def test_in_order_over_a_resident_set_with_a_replacement() -> None:
     images = Listed(with_broken(120, {7}))
     streamed = list(in_order(images, 50, CPU))
-    held = list(in_order(resident(images, CPU), 50, CPU))
+    held = list(in_order(preload(images, CPU), 50, CPU))
     assert_same(held, streamed)
     assert streamed[0].indices[6:9].tolist() == [6, 8, 8]

@@ -32,7 +32,13 @@ from torchvision.models.resnet import BasicBlock, ResNet
 import xmoco
 from xmoco.errors import UserError
 from xmoco.nn.backbones import ScaledResNet, build_backbone
-from xmoco.nn.layouts import ARCHITECTURES, LAYOUTS, _architecture, find_backbone, flat_tensors
+from xmoco.nn.checkpoint_formats import (
+    ARCHITECTURES,
+    FORMATS,
+    _architecture,
+    find_backbone,
+    flat_tensors,
+)
 from xmoco.nn.weights import load_backbone, load_weights, read_card
 
 IMAGES = torch.randn(3, 3, 40, 40, generator=torch.Generator().manual_seed(0))
@@ -300,7 +306,7 @@ def test_every_layout(tmp_path: Path, make: Callable[[ResNet], Checkpoint]) -> N
 
 
 def test_every_layout_is_tested() -> None:
-    assert {name for name, _ in MAKERS.values()} == {layout.name for layout in LAYOUTS}
+    assert {name for name, _ in MAKERS.values()} == {layout.name for layout in FORMATS}
 
 
 @pytest.mark.parametrize("ending", [".pth", ".pt", ".ckpt", ".safetensors", ".PTH", ".pkl", ""])

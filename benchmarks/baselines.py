@@ -61,7 +61,7 @@ class Ours:
             seed=0,
             device=fabric.device,
             readers=config.run.readers,
-            resident_gib=config.data.resident_gib,
+            preload_gib=config.data.preload_gib,
         )
         self.training = Training(self.config, fabric, method, self.batches, RunFolder(folder))
         self.training.method.train()
@@ -90,7 +90,7 @@ class Ours:
 
     def measure(self) -> None:
         """A step that measures, as at every line of the log."""
-        self.training.advance(self.stream, measure=True)
+        self.training.advance(self.stream, with_metrics=True)
 
 
 class NoLoss(nn.Module):
@@ -100,7 +100,7 @@ class NoLoss(nn.Module):
         terms = {"source": -(q_s * k_t).mean(), "target": -(q_t * k_s).mean()}
         return terms["source"] + terms["target"], terms
 
-    def gauges(self, *_features: Tensor) -> dict[str, Tensor]:
+    def metrics(self, *_features: Tensor) -> dict[str, Tensor]:
         return {}
 
 

@@ -11,8 +11,15 @@ from torch import Tensor
 from xmoco.data import ImageSet, Unreadable
 from xmoco.data.subset import labelled_share
 from xmoco.errors import UserError, nearest
-from xmoco.evaluate.case import Case, Listener, Place, check_seed, labelled_splits, source_name
 from xmoco.evaluate.classify import FINETUNE, LINEAR, EpochProtocol, class_scores, train_classifier
+from xmoco.evaluate.evaluation import (
+    EvalOptions,
+    Evaluation,
+    Listener,
+    check_seed,
+    labelled_splits,
+    source_name,
+)
 from xmoco.evaluate.knn import knn_accuracy, voters
 from xmoco.evaluate.metrics import top_k
 from xmoco.records import Record
@@ -24,7 +31,7 @@ def evaluate_knn(
     *,
     ks: Sequence[int] = (10, 20, 100, 200),
     temperature: float = 0.1,
-    place: Place | None = None,
+    options: EvalOptions | None = None,
     listener: Listener | None = None,
 ) -> list[Record]:
     """Weighted kNN accuracy of frozen features: test images judged by training images.
@@ -34,13 +41,13 @@ def evaluate_knn(
     """
     if min(ks, default=0) < 1 or not 0 < temperature < math.inf:
         raise UserError("k must be at least 1, and the temperature above 0.")
-    case = Case.open(weights, place, listener)
-    train, test = labelled_splits(data, case.place)
-    bank = case.features(train, "training images")
-    asked = None if test is None else case.features(test, "test images")
+    evaluation = Evaluation.open(weights, options, listener)
+    train, test = labelled_splits(data, evaluation.options)
+    bank = evaluation.features(train, "training images")
+    asked = None if test is None else evaluation.features(test, "test images")
     assert bank.labels is not None
     if test is None:
-        _tell_of_single_images(case, train, bank.labels)
+        _tell_of_single_images(evaluation, train, bank.labels)
     accuracies = knn_accuracy(
         bank.vectors,
         bank.labels,
@@ -48,11 +55,11 @@ def evaluate_knn(
         None if asked is None else asked.labels,
         ks=ks,
         temperature=temperature,
-        device=case.device,
-        on_progress=case.on_progress("neighbours"),
+        device=evaluation.device,
+        on_progress=evaluation.on_progress("neighbours"),
     )
     return [
-        case.record(
+        evaluation.record(
             "knn_top1",
             accuracy,
             train,
@@ -70,12 +77,12 @@ def evaluate_knn(
     ]
 
 
-def _tell_of_single_images(case: Case, images: ImageSet, labels: Tensor) -> None:
+def _tell_of_single_images(evaluation: Evaluation, images: ImageSet, labels: Tensor) -> None:
     counts = Counter(labels.tolist())
     alone = [name for label, name in enumerate(images.classes or ()) if counts[label] == 1]
     if alone:
         more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
-        case.listener.say(
+        evaluation.listener.say(
             f"{images.name} has a single image of class {alone[0]}{more}: no other image can vote "
             "for it, so it counts as wrong."
         )
@@ -88,7 +95,7 @@ def evaluate_linear(
     preset: str = "paper",
     epochs: int | None = None,
     seed: int = 0,
-    place: Place | None = None,
+    options: EvalOptions | None = None,
     listener: Listener | None = None,
 ) -> list[Record]:
     """Top-1 and top-5 accuracy of a linear classifier on the frozen backbone.
@@ -99,8 +106,8 @@ def evaluate_linear(
         raise UserError(
             f"unknown preset {preset!r}{nearest(preset, LINEAR)}; there are {', '.join(LINEAR)}."
         )
-    case = Case.open(weights, place, listener)
-    return _classify("linear", case, data, LINEAR[preset].shortened(epochs), 1.0, seed)
+    evaluation = Evaluation.open(weights, options, listener)
+    return _classify("linear", evaluation, data, LINEAR[preset].shortened(epochs), 1.0, seed)
 
 
 def evaluate_finetune(
@@ -110,44 +117,50 @@ def evaluate_finetune(
     fraction: float = 1.0,
     epochs: int | None = None,
     seed: int = 0,
-    place: Place | None = None,
+    options: EvalOptions | None = None,
     listener: Listener | None = None,
 ) -> list[Record]:
     """Top-1 and top-5 accuracy after fine-tuning end to end on a share of the labels.
 
     Which images a share holds is a fixed rule: see ``xmoco.data.subset.labelled_share``.
     """
-    case = Case.open(weights, place, listener)
-    return _classify("finetune", case, data, FINETUNE.shortened(epochs), fraction, seed)
+    evaluation = Evaluation.open(weights, options, listener)
+    return _classify("finetune", evaluation, data, FINETUNE.shortened(epochs), fraction, seed)
 
 
 def _classify(
-    measure: str, case: Case, data: str | Path, protocol: EpochProtocol, fraction: float, seed: int
+    measure: str,
+    evaluation: Evaluation,
+    data: str | Path,
+    protocol: EpochProtocol,
+    fraction: float,
+    seed: int,
 ) -> list[Record]:
     check_seed(seed)
     if protocol.epochs < 1:
         raise UserError(f"{protocol.epochs} epochs are too few: give at least 1.")
-    train, test = labelled_splits(data, case.place)
+    train, test = labelled_splits(data, evaluation.options)
     if test is None:
         raise UserError(
             f"{train.name} has no test split: put the images into train/ and val/ folders."
         )
     if fraction != 1:
         train = labelled_share(train, fraction)
-    backbone, views, device = case.weights.backbone, case.views, case.device
+    backbone, views, device = evaluation.weights.backbone, evaluation.views, evaluation.device
     head = train_classifier(
-        backbone, train, protocol, views=views, device=device, bf16=case.bf16, seed=seed,
-        readers=case.place.readers, on_step=case.on_step(protocol.name),
-        on_unreadable=case.tell_of,
+        backbone, train, protocol, views=views, device=device, bf16=evaluation.bf16, seed=seed,
+        readers=evaluation.options.readers, on_step=evaluation.on_step(protocol.name),
+        on_unreadable=evaluation.tell_of,
     )  # fmt: skip
     broken = Unreadable(len(test))
     scores, labels = class_scores(
-        backbone, head, test, views=views, device=device, bf16=case.bf16,
-        readers=case.place.readers, unreadable=broken, on_progress=case.on_progress("judging"),
+        backbone, head, test, views=views, device=device, bf16=evaluation.bf16,
+        readers=evaluation.options.readers, unreadable=broken,
+        on_progress=evaluation.on_progress("judging"),
     )  # fmt: skip
-    case.tell_of(broken)
+    evaluation.tell_of(broken)
     return [
-        case.record(
+        evaluation.record(
             f"{measure}_top{k}",
             top_k(scores, labels, k),
             train,
@@ -160,7 +173,7 @@ def _classify(
             label_fraction=fraction,
             train_images=len(train),
             judged_images=len(test),
-            precision=case.place.precision,
+            precision=evaluation.options.precision,
         )
         for k in (1, 5)
     ]

@@ -1,7 +1,7 @@
-"""At which size central views suit a backbone best: what a recipe's ``judged_size`` should be.
+"""At which size central views suit a backbone best: what a recipe's ``eval_size`` should be.
 
     python benchmarks/validation_split.py cifar10.tar.xz --out tuning.tar
-    python benchmarks/judged_size.py runs/cifar10 --data tuning.tar 32 36 40 44 48
+    python benchmarks/eval_size.py runs/cifar10 --data tuning.tar 32 36 40 44 48
 
 A random crop shows things larger than the whole image does at the same size, so that a backbone
 trained on crops may know things best in a larger image. (From 64 px on, a central view leaves out
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from recipe import RESULTS
 from tune import STRENGTHS, K, check_splits, judge
-from xmoco.evaluate.case import Case, Place, source_name
+from xmoco.evaluate.evaluation import EvalOptions, Evaluation, source_name
 from xmoco.records import Record, append_records
 
 
@@ -32,35 +32,39 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="images with a train/ and a val/ folder")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_intermixed_args()
-    places = [Place(size=size) for size in options.sizes]  # a mistake is told now
+    sizes = [EvalOptions(size=size) for size in options.sizes]  # a mistake is told now
     check_splits(options.data)
     table = Table(title="central views of these sizes, judged by held-out labels")
     for heading in ("px", "kNN", "logistic", "mean"):
         table.add_column(heading, justify="right")
-    for place in places:
-        case = Case.open(options.weights, place)
-        knn, logistic = judge(case, options.data)
-        append_records(options.results / "judged-size.jsonl", records(case, options, knn, logistic))
+    for at_size in sizes:
+        evaluation = Evaluation.open(options.weights, at_size)
+        knn, logistic = judge(evaluation, options.data)
+        append_records(
+            options.results / "eval-size.jsonl", records(evaluation, options, knn, logistic)
+        )
         values = (knn, logistic, (knn + logistic) / 2)
-        table.add_row(str(place.size), *(f"{value:.2f} %" for value in values))
-        print(f"{place.size} px: kNN {knn:.2f} %, logistic {logistic:.2f} %", flush=True)
+        table.add_row(str(at_size.size), *(f"{value:.2f} %" for value in values))
+        print(f"{at_size.size} px: kNN {knn:.2f} %, logistic {logistic:.2f} %", flush=True)
     Console().print(table)
 
 
-def records(case: Case, options: argparse.Namespace, knn: float, logistic: float) -> list[Record]:
-    card = case.weights.card
+def records(
+    evaluation: Evaluation, options: argparse.Namespace, knn: float, logistic: float
+) -> list[Record]:
+    card = evaluation.weights.card
     protocol: dict[str, Any] = {
         "data": source_name(options.data),
         "split": "validation, held out of the training images",
         "backbone": card.backbone,
-        "digest": case.digest,
+        "digest": evaluation.digest,
         "epoch": card.epochs,
         "trained_size": card.size,
-        "size": case.views.central_size,
+        "size": evaluation.views.central_size,
         "knn_k": K,
         "strengths": list(STRENGTHS),
     }
-    work = f"judged-size-{source_name(options.data)}-{card.backbone}"
+    work = f"eval-size-{source_name(options.data)}-{card.backbone}"
     return [
         Record("knn_top1", knn, "%", card.method, work, protocol, card.seed),
         Record("logistic_top1", logistic, "%", card.method, work, protocol, card.seed),

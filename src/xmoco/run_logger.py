@@ -11,12 +11,12 @@ from torch.utils.tensorboard import SummaryWriter
 from xmoco.config import Config
 from xmoco.evaluate.monitor import Monitor
 from xmoco.records import Record
-from xmoco.train.loop import Spectator, Training
+from xmoco.train.loop import Callback, Training
 from xmoco.train.progress import Progress
 from xmoco.train.run_folder import RunFolder
 
 
-class Witness(Spectator):
+class RunLogger(Callback):
     """Shows, logs and judges a run as it goes."""
 
     def __init__(

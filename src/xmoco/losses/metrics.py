@@ -1,11 +1,11 @@
-"""Gauges that tell learning from collapse, for logs and plots; none of them enters a loss."""
+"""Metrics that tell learning from collapse, for logs and plots; none of them enters a loss."""
 
 import torch
 from torch import Tensor
 
 
 @torch.no_grad()
-def feature_gauges(features: Tensor) -> dict[str, Tensor]:
+def feature_metrics(features: Tensor) -> dict[str, Tensor]:
     """How widely unit-length features spread: both fall towards 0 and 1 when the network collapses.
 
     ``feature_spread`` is the root of the total variance: 1 for features all over the sphere.
@@ -22,7 +22,7 @@ def feature_gauges(features: Tensor) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def similarity_gauges(log_p_s: Tensor, log_p_t: Tensor) -> dict[str, Tensor]:
+def similarity_metrics(log_p_s: Tensor, log_p_t: Tensor) -> dict[str, Tensor]:
     """``positive_probability`` P(positive), and ``consistency_gap``, how much the two sides differ:
     the total variation between P_s and P_t, from 0 (the same) to 1."""
     p_s, p_t = log_p_s.exp(), log_p_t.exp()
@@ -33,7 +33,7 @@ def similarity_gauges(log_p_s: Tensor, log_p_t: Tensor) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def label_gauges(y_s: Tensor, y_t: Tensor) -> dict[str, Tensor]:
+def label_metrics(y_s: Tensor, y_t: Tensor) -> dict[str, Tensor]:
     """``label_entropy`` in nats: 0 for one-hot labels."""
     entropy = torch.special.entr(y_s).sum(dim=1) + torch.special.entr(y_t).sum(dim=1)
     return {"label_entropy": entropy.mean() / 2}

@@ -1,6 +1,6 @@
 """Other people's ResNets: whose checkpoint is this, and where in it is the backbone?
 
-Every project saves its networks under names of its own. ``LAYOUTS`` says, one row per habit, where
+Every project saves its networks under names of its own. ``FORMATS`` says, one row per habit, where
 the backbone stands and which other name gives the project away. Names are looked at after
 ``flat_tensors`` has joined nested dictionaries with dots and left out the wrappers that say
 nothing (``state_dict``, ``module`` …). Whatever is not the backbone (heads, predictors, momentum
@@ -29,7 +29,7 @@ class Layout:
 
 
 # The first row that fits counts: special ones stand above general ones.
-LAYOUTS = (
+FORMATS = (
     Layout("mocov3", "base_encoder.", ("momentum_encoder.",)),
     Layout("mocov2", "encoder_q.", ("encoder_q.fc.0.",)),
     Layout("mocov1", "encoder_q.", ("encoder_q.fc.",)),
@@ -128,7 +128,7 @@ def find_backbone(tensors: Mapping[str, Tensor], where: str) -> FoundBackbone:
     layout = _recognise(tensors, where)
     names = _backbone_names(tensors, layout.prefix)
     state = {ours: tensors[theirs] for theirs, ours in names.items()}
-    state |= {name: _joined(name, state) for name in state if ".running_" in name}
+    state |= {name: _merged_statistics(name, state) for name in state if ".running_" in name}
     name, stem = _architecture(state, where)
     backbone = build_backbone(name, stem)
     missing = _differences(state, backbone, name, where)
@@ -157,7 +157,7 @@ def _walk(branch: Mapping[Any, object], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _recognise(tensors: Mapping[str, Tensor], where: str) -> Layout:
-    for layout in LAYOUTS:
+    for layout in FORMATS:
         ours = set(_backbone_names(tensors, layout.prefix).values())
         marked = any(name.startswith(layout.marks) for name in tensors)
         if marked and {"conv1.weight", "layer1.0.conv1.weight"} <= ours:
@@ -205,7 +205,7 @@ def _stem_has_relu(names: Mapping[str, str]) -> bool:
     return not layer.isdecimal() or int(layer) > int(bn) + 1
 
 
-def _joined(name: str, state: Mapping[str, Tensor]) -> Tensor:
+def _merged_statistics(name: str, state: Mapping[str, Tensor]) -> Tensor:
     """Running statistics of split batch norm (lightly) as one set: their mean, as it does."""
     running, weight = state[name], state.get(name.rpartition(".")[0] + ".weight")
     channels = running.numel() if weight is None else weight.numel()

@@ -42,18 +42,18 @@ def both(first: Callable[[], First], second: Callable[[], Second]) -> tuple[Firs
     return halves.submit(as_here, first).result(), other.result()
 
 
-def with_backward_abreast(
+def with_parallel_backward(
     outputs: tuple[Tensor, Tensor], parameters: Iterable[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The same outputs, each from a pass of its own; gradients go back through both at once.
 
     ``parameters`` are all that is to get gradients.
     """
-    first, second = _BackwardAbreast.apply(outputs, *parameters)
+    first, second = _ParallelBackward.apply(outputs, *parameters)
     return first, second
 
 
-class _BackwardAbreast(torch.autograd.Function):
+class _ParallelBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, outputs: tuple[Tensor, Tensor], *parameters: Tensor) -> Any:
         ctx.outputs = outputs  # with the passes they came from, which autograd does not see

@@ -16,7 +16,7 @@ from torch import Tensor
 import xmoco
 from helpers import make_images, run_cli
 from xmoco.evaluate import classify
-from xmoco.evaluate.case import Listener, Place
+from xmoco.evaluate.evaluation import EvalOptions, Listener
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
 
@@ -32,7 +32,9 @@ def weights(tmp_path: Path) -> Path:
 def test_records_of_a_set_with_two_splits(weights: Path, tmp_path: Path) -> None:
     make_images(tmp_path / "Set.v2" / "train", each=6)
     make_images(tmp_path / "Set.v2" / "val", each=3)
-    records = xmoco.evaluate_knn(weights, tmp_path / "Set.v2", ks=(2, 3), place=Place("cpu"))
+    records = xmoco.evaluate_knn(
+        weights, tmp_path / "Set.v2", ks=(2, 3), options=EvalOptions("cpu")
+    )
     assert [record.protocol["k"] for record in records] == [2, 3]
     for record in records:
         assert (record.subject, record.work, record.seed) == ("xmoco", "set.v2-tiny", 7)
@@ -65,20 +67,20 @@ def test_whole_images_may_be_shown_at_another_size_than_crops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights = tmp_path / "backbone.safetensors"
-    save_backbone(build_backbone("tiny", "cifar"), replace(CARD, judged_size=24), weights)
+    save_backbone(build_backbone("tiny", "cifar"), replace(CARD, eval_size=24), weights)
     make_images(tmp_path / "images" / "train", each=3)
     make_images(tmp_path / "images" / "val", each=2)
     sides = seen_sizes(monkeypatch)
     linear = partial(xmoco.evaluate_linear, weights, tmp_path / "images", epochs=1)
-    record, _ = linear(place=Place("cpu"))
+    record, _ = linear(options=EvalOptions("cpu"))
     assert sides == {"render": 16, "central": 24}
     assert (record.protocol["crop_size"], record.protocol["size"]) == (16, 24)
-    record, _ = linear(place=Place("cpu", size=20))
+    record, _ = linear(options=EvalOptions("cpu", size=20))
     assert sides == {"render": 20, "central": 20}
     assert (record.protocol["crop_size"], record.protocol["size"]) == (20, 20)
 
     knn = partial(xmoco.evaluate_knn, weights, tmp_path / "images", ks=(2,))
-    (own,), (asked,) = knn(place=Place("cpu")), knn(place=Place("cpu", size=24))
+    (own,), (asked,) = knn(options=EvalOptions("cpu")), knn(options=EvalOptions("cpu", size=24))
     assert (own.protocol["size"], own.value) == (24, asked.value)
 
 
@@ -93,21 +95,23 @@ def test_one_split_is_judged_by_leaving_one_out(weights: Path, tmp_path: Path) -
 def test_folders_whose_names_are_no_text(weights: Path, tmp_path: Path) -> None:
     images = make_images(tmp_path / os.fsdecode(b"\xff"), each=4)
     next(images.iterdir()).rename(images / os.fsdecode(b"\xfe\n"))
-    (record,) = xmoco.evaluate_knn(weights, images, ks=(1,), place=Place("cpu"))
+    (record,) = xmoco.evaluate_knn(weights, images, ks=(1,), options=EvalOptions("cpu"))
     assert (record.work, record.protocol["data"]) == (r"\xff-tiny", r"folder \xff")
 
 
 def test_records_of_other_peoples_weights_tell_what_was_loaded(tmp_path: Path) -> None:
     torch.save(torchvision.models.resnet18().state_dict(), tmp_path / "theirs.pth")
     images = make_images(tmp_path / "images", each=1)
-    (record,) = xmoco.evaluate_knn(tmp_path / "theirs.pth", images, ks=(1,), place=Place("cpu"))
+    (record,) = xmoco.evaluate_knn(
+        tmp_path / "theirs.pth", images, ks=(1,), options=EvalOptions("cpu")
+    )
     assert "layout torchvision" in record.protocol["weights"]
     assert record.protocol["labelled"]  # it is a classifier
 
 
 def evaluate(function: Callable, weights: Path, data: Path, changes: dict) -> None:
-    if "place" in changes:
-        changes = changes | {"place": Place(**changes["place"])}
+    if "options" in changes:
+        changes = changes | {"options": EvalOptions(**changes["options"])}
     function(weights, data, **changes)
 
 
@@ -153,8 +157,8 @@ def test_images_that_cannot_be_read_are_told(weights: Path, tmp_path: Path) -> N
 
 def test_every_stage_tells_how_far_it_is(weights: Path, two_splits: Path, tmp_path: Path) -> None:
     ear = Ear()
-    place = Place("cpu", cache=tmp_path / "cache")
-    xmoco.evaluate_knn(weights, two_splits, ks=(1,), place=place, listener=ear)
+    options = EvalOptions("cpu", cache=tmp_path / "cache")
+    xmoco.evaluate_knn(weights, two_splits, ks=(1,), options=options, listener=ear)
     assert list(ear.stages) == [
         *("reading training images", "features of training images"),
         *("reading test images", "features of test images", "neighbours"),
@@ -174,7 +178,7 @@ def test_splits_of_different_classes_are_refused(
     shutil.rmtree(two_splits / split / "class2")
     for function in (xmoco.evaluate_knn, xmoco.evaluate_linear, xmoco.evaluate_finetune):
         with pytest.raises(xmoco.UserError, match="class2") as refusal:
-            function(weights, two_splits, place=Place("cpu"))
+            function(weights, two_splits, options=EvalOptions("cpu"))
         assert "\n" not in str(refusal.value)
 
 
@@ -203,13 +207,13 @@ def test_records_tell_weights_apart_as_they_came(weights: Path, two_splits: Path
         ({"ks": ()}, "k must be"),
         ({"ks": (5, 0)}, "k must be"),
         ({"temperature": -1.0}, "temperature"),
-        ({"place": {"size": 4}}, "4 px are too small"),
-        ({"place": {"size": 1025}}, "1025 px are too large"),
-        ({"place": {"judged_size": 7}}, "7 px are too small"),
-        ({"place": {"readers": 0}}, "readers=0"),
+        ({"options": {"size": 4}}, "4 px are too small"),
+        ({"options": {"size": 1025}}, "1025 px are too large"),
+        ({"options": {"eval_size": 7}}, "7 px are too small"),
+        ({"options": {"readers": 0}}, "readers=0"),
         ({"temperature": float("nan")}, "temperature"),
-        ({"place": {"device": "cuda"}}, "device=cuda is not available"),
-        ({"place": {"device": "abacus"}}, "device=abacus is not available"),
+        ({"options": {"device": "cuda"}}, "device=cuda is not available"),
+        ({"options": {"device": "abacus"}}, "device=abacus is not available"),
     ],
 )
 def test_mistakes(
@@ -254,7 +258,7 @@ def test_fine_tuning_on_a_share_of_the_labels(weights: Path, two_splits: Path) -
         (xmoco.evaluate_linear, {"epochs": 0}, "at least 1"),
         (xmoco.evaluate_finetune, {"fraction": 0.0}, "fraction"),
         (xmoco.evaluate_finetune, {"fraction": 1.5}, "fraction"),
-        (xmoco.evaluate_finetune, {"place": {"precision": "fp8"}}, "fp8"),
+        (xmoco.evaluate_finetune, {"options": {"precision": "fp8"}}, "fp8"),
         (xmoco.evaluate_linear, {"seed": -1}, "seed=-1"),
         (xmoco.evaluate_finetune, {"seed": 2**63}, "seed=9223372036854775808"),
     ],
@@ -290,7 +294,7 @@ def test_sizes_are_told_on_the_command_line(
     command: str, weights: Path, two_splits: Path, tmp_path: Path
 ) -> None:
     kept = tmp_path / "records.jsonl"
-    sizes = ("--size", "20", "--judged-size", "28")
+    sizes = ("--size", "20", "--eval-size", "28")
     outcome = run_cli(
         *("evaluate", command, weights, two_splits, "--epochs", "1", "--records", kept, *sizes)
     )

@@ -1,4 +1,4 @@
-"""What every evaluation starts from: weights, a place to run, labelled images; and its records."""
+"""What every evaluation starts from: weights, how to run, labelled images; and its records."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ class Listener:
 
 
 @dataclass(frozen=True)
-class Place:
+class EvalOptions:
     """Where and how an evaluation runs, and where it finds torchvision sets and old features."""
 
     device: str = "auto"
@@ -43,13 +43,13 @@ class Place:
     root: str = "data"
     download: bool = False
     size: int | None = None  # of crops and central views; those of the weights if not given
-    judged_size: int | None = None  # of central views, if not that of crops
+    eval_size: int | None = None  # of central views, if not that of crops
     cache: str | Path | None = None  # where features are kept; nowhere if not given
 
     def __post_init__(self) -> None:
         if self.precision not in ("fp32", "bf16"):
             raise UserError(f"precision={self.precision} is not fp32 or bf16.")
-        for size in (self.size, self.judged_size):
+        for size in (self.size, self.eval_size):
             if size is not None and size not in SIZES:
                 raise UserError(
                     f"images of {size} px are too {'small' if size < 8 else 'large'}: give "
@@ -65,34 +65,37 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Case:
+class Evaluation:
     """Weights to be judged, on their device."""
 
     weights: Weights
     digest: str  # tells these weights from others, as they were before any tuning
-    place: Place
+    options: EvalOptions
     device: torch.device
     listener: Listener
     unreadable: set[str] = field(default_factory=set)  # images of which was told
 
     @classmethod
     def open(
-        cls, weights: str | Path, place: Place | None = None, listener: Listener | None = None
-    ) -> "Case":
-        place = place or Place()
-        device = place.torch_device()
+        cls,
+        weights: str | Path,
+        options: EvalOptions | None = None,
+        listener: Listener | None = None,
+    ) -> "Evaluation":
+        options = options or EvalOptions()
+        device = options.torch_device()
         loaded = load_weights(weights)
         digest = tensors_digest(loaded.backbone.state_dict())[:12]
         loaded.backbone.to(device)
-        return cls(loaded, digest, place, device, listener or Listener())
+        return cls(loaded, digest, options, device, listener or Listener())
 
     @property
     def views(self) -> ViewsConfig:
-        return self.weights.card.views(self.place.size, self.place.judged_size)
+        return self.weights.card.views(self.options.size, self.options.eval_size)
 
     @property
     def bf16(self) -> bool:
-        return self.place.precision == "bf16"
+        return self.options.precision == "bf16"
 
     def features(self, images: ImageSet, what: str, border: bool = True) -> Features:
         """Features of the central views, from the cache if they are there.
@@ -105,9 +108,9 @@ class Case:
             images,
             self.views,
             self.device,
-            readers=self.place.readers,
+            readers=self.options.readers,
             border=border,
-            folder=None if self.place.cache is None else Path(self.place.cache),
+            folder=None if self.options.cache is None else Path(self.options.cache),
             unreadable=broken,
             on_reading=self.on_progress(f"reading {what}"),
             on_progress=self.on_progress(f"features of {what}"),
@@ -173,11 +176,11 @@ def check_seed(seed: int) -> None:
         raise UserError(f"seed={seed} is not from 0 to 2^63 - 1.")
 
 
-def labelled_splits(data: str | Path, place: Place) -> tuple[ImageSet, ImageSet | None]:
+def labelled_splits(data: str | Path, options: EvalOptions) -> tuple[ImageSet, ImageSet | None]:
     """Training and test images with one label each; a set of one split has no test images."""
     # Not checked as a setting, which is text: a path may hold bytes that are not.
     source = DataConfig().model_copy(
-        update={"source": str(data), "root": place.root, "download": place.download}
+        update={"source": str(data), "root": options.root, "download": options.download}
     )
     train, test = open_images(source, "train"), open_images(source, "test")
     assert train is not None

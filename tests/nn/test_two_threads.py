@@ -15,7 +15,7 @@ from helpers import TINY_SPLIT
 from xmoco.config import MoCoV2PlusConfig, XMoCoConfig
 from xmoco.methods import build_method
 from xmoco.methods.base import MomentumMethod
-from xmoco.nn.abreast import both, has_halves, with_backward_abreast
+from xmoco.nn.two_threads import both, has_halves, with_parallel_backward
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_gradients_of_both_passes_add_up() -> None:
 
     loss(reference(x), reference(y)).backward()
     outputs = both(lambda: network(x), lambda: network(y))
-    loss(*with_backward_abreast(outputs, network.parameters())).backward()
+    loss(*with_parallel_backward(outputs, network.parameters())).backward()
     for mine, wanted in zip(network.parameters(), reference.parameters(), strict=True):
         assert_close(mine.grad, wanted.grad)
 
@@ -106,7 +106,7 @@ def test_passes_are_forgotten_once_gone_back_through() -> None:
     weight = torch.ones(3, requires_grad=True)
     first, second = weight * 2, weight * 3
     passes = [weakref.ref(first), weakref.ref(second)]
-    outputs = with_backward_abreast((first, second), [weight])
+    outputs = with_parallel_backward((first, second), [weight])
     del first, second
     loss = torch.stack(outputs).sum()
     assert all(output() is not None for output in passes)
@@ -118,7 +118,7 @@ def test_parameters_may_be_frozen() -> None:
     torch.manual_seed(0)
     method = build_method(TINY_SPLIT, XMoCoConfig(bank_length=24))
     assert isinstance(method, MomentumMethod)
-    method.abreast = True
+    method.two_threads = True
     frozen = method.encoder.backbone.conv1.weight.requires_grad_(False)
     method(*torch.randn(2, 16, 3, 8, 8).unbind()).loss.backward()
     assert frozen.grad is None
@@ -165,7 +165,7 @@ def test_training_is_the_same_bit_for_bit(
 def test_without_gradients_nothing_is_kept_for_them() -> None:
     method = build_method(TINY_SPLIT, XMoCoConfig(bank_length=24))
     assert isinstance(method, MomentumMethod)
-    method.abreast = True
+    method.two_threads = True
     with torch.no_grad():
         features = method.features(*torch.randn(2, 8, 3, 8, 8).unbind())
     assert not any(feature.requires_grad for feature in features)
@@ -175,6 +175,6 @@ def test_without_gradients_nothing_is_kept_for_them() -> None:
 def test_a_cpu_run_goes_abreast_where_there_are_halves() -> None:
     method = build_method(TINY_SPLIT, XMoCoConfig(bank_length=24))
     assert isinstance(method, MomentumMethod)
-    assert not method.abreast
+    assert not method.two_threads
     method.suit_cpu()
-    assert method.abreast
+    assert method.two_threads

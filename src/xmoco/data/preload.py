@@ -23,7 +23,7 @@ Progress = Callable[[int, int], None]
 """Called with the number of images done and their total."""
 
 
-def resident(
+def preload(
     images: ImageSet,
     device: torch.device,
     *,
