@@ -64,7 +64,7 @@ def prepare(options: argparse.Namespace) -> None:
         backbone,
         train,
         protocol,
-        views=card.views(),
+        input=card.input(),
         device=eval_options.torch_device(),
         bf16=eval_options.precision == "bf16",
         seed=options.seed,
@@ -88,7 +88,7 @@ def judge(options: argparse.Namespace) -> None:
 
     def transfer(mode: str) -> list[Record]:
         # The size is told by the grid: another one would not go on with it.
-        shown = card.views(options.size).central_size
+        shown = card.input(options.size).central_size
         grids = Path("runs", "transfer", f"{card.method}-{card.epochs}ep-{shown}px")
         record = evaluate_transfer(
             weights,

@@ -91,7 +91,7 @@ def test_the_loop_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
         "consistency_source",
         "consistency_target",
     }
-    assert names["criterion"].banks.entered == 4 * 32
+    assert names["criterion"].banks.enqueued == 4 * 32
     slow, fast = (names[name].fc.weight for name in ("momentum_encoder", "encoder"))
     assert slow.grad is None
     assert not torch.equal(slow, fast)

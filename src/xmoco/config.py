@@ -3,7 +3,7 @@
 Every field's description is what ``xmoco settings`` prints, so it is written for users.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -33,6 +33,12 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 # Not strict: yaml has lists, not tuples.
 Range = Annotated[tuple[float, float], Field(strict=False), _or_else("must be two numbers")]
 Rgb = Annotated[tuple[float, float, float], Field(strict=False), _or_else("must be three numbers")]
+
+
+def checked_share(share: Range) -> Range:
+    if not 0 < share[0] <= share[1] <= 1:
+        raise ValueError("must be 0 < low ≤ high ≤ 1")
+    return share
 
 
 class Section(BaseModel):
@@ -68,16 +74,36 @@ class DataConfig(Section):
     )
 
 
-class ViewsConfig(Section):
+class InputConfig(Section):
+    """What a backbone is shown: known to evaluation, export and files of weights."""
+
     size: int = Field(224, ge=8, le=1024, description="Side of a random view in pixels.")
     eval_size: int | None = Field(
         None,
         ge=8,
         le=1024,
-        description="Side of the central view by which a backbone is judged. Random crops show "
-        "things larger than whole images do, so more than `size` may suit; null: `size`. "
-        "It is null again where only `size` is changed.",
+        description="Side of the central view in evaluations. Random crops show things larger "
+        "than whole images do, so more than `size` may suit; null: `size`. It is null again where "
+        "only `size` is changed.",
     )
+    mean: Rgb = Field((0.485, 0.456, 0.406), description="Subtracted from the channels (0 to 1).")
+    std: Rgb = Field((0.228, 0.224, 0.225), description="Divides the channels afterwards.")
+
+    @property
+    def central_size(self) -> int:
+        return self.eval_size or self.size
+
+    @field_validator("std")
+    @classmethod
+    def _is_positive(cls, deviations: Rgb) -> Rgb:
+        if min(deviations) <= 0:
+            raise ValueError("must be positive")
+        return deviations
+
+
+class AugmentationConfig(Section):
+    """How random views differ from their image."""
+
     crop_scale: Range = Field((0.2, 1.0), description="Share of the image's area a crop covers.")
     crop_ratio: Range = Field((3 / 4, 4 / 3), description="Width : height of a crop.")
     flip: Probability = Field(0.5, description="Chance of a horizontal flip.")
@@ -95,19 +121,11 @@ class ViewsConfig(Section):
         description="Odd side of the blur kernel at 224 px; it scales with the view's size.",
     )
     blur_sigma: Range = Field((0.1, 2.0), description="Standard deviation of the blur in pixels.")
-    mean: Rgb = Field((0.485, 0.456, 0.406), description="Subtracted from the channels (0 to 1).")
-    std: Rgb = Field((0.228, 0.224, 0.225), description="Divides the channels afterwards.")
-
-    @property
-    def central_size(self) -> int:
-        return self.eval_size or self.size
 
     @field_validator("crop_scale")
     @classmethod
     def _is_share(cls, share: Range) -> Range:
-        if not 0 < share[0] <= share[1] <= 1:
-            raise ValueError("must be 0 < low ≤ high ≤ 1")
-        return share
+        return checked_share(share)
 
     @field_validator("crop_ratio", "blur_sigma")
     @classmethod
@@ -122,13 +140,6 @@ class ViewsConfig(Section):
         if side % 2 == 0:
             raise ValueError("must be odd")
         return side
-
-    @field_validator("std")
-    @classmethod
-    def _is_positive(cls, deviations: Rgb) -> Rgb:
-        if min(deviations) <= 0:
-            raise ValueError("must be positive")
-        return deviations
 
 
 Backbone = Literal[
@@ -161,14 +172,25 @@ class ModelConfig(Section):
     batch_norm_groups: int = Field(8, ge=2, description="Groups of `split` batch norm.")
 
 
-class MoCoConfig(Section):
+class MomentumEncoderConfig(Section):
+    """Settings of every method with a momentum encoder."""
+
+    key_momentum: float = Field(
+        0.999, ge=0, le=1, description="m: g ← m·g + (1−m)·f after every step."
+    )
+    key_momentum_end: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description="Where m arrives at the end of training, along a half cosine; null: it stays.",
+    )
+
+
+class MoCoConfig(MomentumEncoderConfig):
     """Settings of every method with a momentum encoder and key banks."""
 
     bank_length: int = Field(4096, ge=2, description="Keys K kept in each bank.")
     temperature: float = Field(0.2, gt=0, description="τ: divides similarities before the softmax.")
-    key_momentum: float = Field(
-        0.999, ge=0, le=1, description="m: g ← m·g + (1−m)·f after every step."
-    )
 
 
 class XMoCoConfig(MoCoConfig):
@@ -183,6 +205,17 @@ class XMoCoConfig(MoCoConfig):
         description="Past rows that join the label balancing: `queries` recomputes them against "
         "today's bank (O(K·d) memory), `probabilities` stores them as in the paper (O(K²)).",
     )
+    label_weight: Probability = Field(
+        1.0,
+        description="Share of the soft labels, the rest being one-hot: 1 is the paper's, 0 leaves "
+        "the InfoNCE of MoCo v2+.",
+    )
+    consistency_weight: float = Field(
+        1.0, ge=0, description="Weight of the cross-similarity consistency terms; 0: none."
+    )
+    consistency_warmup_epochs: float = Field(
+        0.0, ge=0, description="Epochs over which that weight rises linearly from 0."
+    )
 
 
 class MoCoV2PlusConfig(MoCoConfig):
@@ -191,23 +224,111 @@ class MoCoV2PlusConfig(MoCoConfig):
     )
 
 
-class OptimConfig(Section):
+class SimCLRConfig(Section):
+    name: Literal["simclr"] = Field(
+        "simclr", description="Contrast with all other views of the batch; one encoder."
+    )
+    temperature: float = Field(0.5, gt=0, description="τ: divides similarities before the softmax.")
+
+
+class BYOLConfig(MomentumEncoderConfig):
+    name: Literal["byol"] = Field(
+        "byol", description="A predictor tells the momentum encoder's features; no negatives."
+    )
+    key_momentum: float = Field(
+        0.99, ge=0, le=1, description="m: g ← m·g + (1−m)·f after every step."
+    )
+    key_momentum_end: float | None = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="Where m arrives at the end of training, along a half cosine; null: it stays.",
+    )
+    predictor_hidden: int = Field(4096, ge=1, description="Width of the predictor's hidden layer.")
+
+
+class SwAVConfig(Section):
+    name: Literal["swav"] = Field(
+        "swav", description="Codes of one view over learned prototypes, told from the others."
+    )
+    temperature: float = Field(0.1, gt=0, description="τ: divides scores before the softmax.")
+    epsilon: float = Field(0.05, gt=0, description="ε: smoothness of the codes.")
+    sinkhorn_iterations: int = Field(3, ge=1, le=1000, description="Rounds of code balancing.")
+    prototypes: int = Field(3000, ge=2, description="Prototypes; a few per class and more.")
+    freeze_prototypes_epochs: float = Field(
+        1.0, ge=0, description="Epochs in which prototypes do not move yet."
+    )
+    queue_length: int = Field(
+        0, ge=0, description="Past images that join the code balancing, for small batches; 0: none."
+    )
+    queue_from_epoch: float = Field(15.0, ge=0, description="The queue takes part from here on.")
+    local_crops: int = Field(
+        0, ge=0, le=32, description="Small views of every image beside the two full ones."
+    )
+    local_size: int = Field(96, ge=8, le=1024, description="Side of a small view in pixels.")
+    local_scale: Range = Field(
+        (0.05, 0.2), description="Share of the image's area a small view covers."
+    )
+
+    @field_validator("local_scale")
+    @classmethod
+    def _is_share(cls, share: Range) -> Range:
+        return checked_share(share)
+
+
+class OptimizerConfig(Section):
+    """Settings of every optimiser."""
+
     learning_rate: float = Field(
-        0.0675, gt=0, description="SGD rate per 256 images; scaled by batch / 256 and printed."
+        0.0675, gt=0, description="Rate per 256 images; scaled by batch / 256 and printed."
     )
     cosine_offset: float = Field(
         0.1, ge=0, le=1, description="Share of the rate left at the end of the cosine schedule."
     )
     warmup_epochs: float = Field(0.0, ge=0, description="Epochs of linear warm-up.")
-    weight_decay: float = Field(1e-4, ge=0, description="Weight decay of SGD.")
+    weight_decay: float = Field(1e-4, ge=0, description="Weight decay.")
+    decay_norms_and_biases: bool = Field(
+        True, description="Whether weight decay is for norms and biases too."
+    )
+
+
+class SGDConfig(OptimizerConfig):
+    name: Literal["sgd"] = Field("sgd", description="Gradient descent with momentum.")
     sgd_momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of SGD.")
+    nesterov: bool = Field(False, description="Nesterov's form of the momentum.")
+
+
+class LARSConfig(OptimizerConfig):
+    name: Literal["lars"] = Field(
+        "lars", description="SGD whose rate suits every layer's weights, for large batches."
+    )
+    sgd_momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of SGD.")
+    trust: float = Field(
+        0.001, gt=0, description="A layer moves by this share of its weights at rate 1."
+    )
+
+
+class AdamWConfig(OptimizerConfig):
+    name: Literal["adamw"] = Field("adamw", description="Adam with decoupled weight decay.")
+    betas: Range = Field((0.9, 0.999), description="Decay of the first and second moments.")
+
+    @field_validator("betas")
+    @classmethod
+    def _are_shares(cls, betas: Range) -> Range:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("must be two numbers from 0 up to 1")
+        return betas
 
 
 class TrainConfig(Section):
     epochs: int = Field(200, ge=1, description="Passes over the images.")
     batch: int = Field(512, ge=2, description="Images per step over all processes.")
     accumulate: int = Field(
-        1, ge=1, description="Split a step's batch into this many parts to save memory."
+        1,
+        ge=1,
+        description="Split a step's batch into this many parts to save memory. A part has batch "
+        "statistics of its own and, of the step, meets only the parts before it: their keys are in "
+        "the banks already; SimCLR's negatives come from the part alone.",
     )
     seed: int = Field(0, ge=0, description="Order of samples and views are functions of it.")
     checkpoint_minutes: float = Field(
@@ -242,17 +363,30 @@ class RunConfig(Section):
     )
 
 
+MethodConfig = XMoCoConfig | MoCoV2PlusConfig | SimCLRConfig | BYOLConfig | SwAVConfig
+OptimConfig = SGDConfig | LARSConfig | AdamWConfig
+
+
 class Config(Section):
     """Everything a run depends on."""
 
     data: DataConfig = DataConfig()
-    views: ViewsConfig = ViewsConfig()
+    input: InputConfig = InputConfig()
+    views: AugmentationConfig = AugmentationConfig()
     model: ModelConfig = ModelConfig()
-    method: Annotated[XMoCoConfig | MoCoV2PlusConfig, Field(discriminator="name")] = XMoCoConfig()
-    optim: OptimConfig = OptimConfig()
+    method: Annotated[MethodConfig, Field(discriminator="name")] = XMoCoConfig()
+    optim: Annotated[OptimConfig, Field(discriminator="name")] = SGDConfig()
     train: TrainConfig = TrainConfig()
     monitor: MonitorConfig = MonitorConfig()
     run: RunConfig = RunConfig()
 
 
-METHODS: dict[str, type[MoCoConfig]] = {"xmoco": XMoCoConfig, "mocov2plus": MoCoV2PlusConfig}
+def _by_name(union: Any) -> dict[str, type[Section]]:
+    return {kind.model_fields["name"].default: kind for kind in get_args(union)}
+
+
+# Sections of several kinds, of which ``name`` chooses one; the first is the default.
+KINDS: dict[str, dict[str, type[Section]]] = {
+    "method": _by_name(MethodConfig),
+    "optim": _by_name(OptimConfig),
+}

@@ -5,6 +5,7 @@ Losses use these, so that they work unchanged inside anyone's DistributedDataPar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional as dist_functional
 from torch import Tensor
 
 
@@ -53,3 +54,11 @@ def sum_over_processes(values: Tensor) -> Tensor:
 def own_share(rows: Tensor) -> Tensor:
     """This process's part of rows that all processes hold: every W-th, starting at its rank."""
     return rows[rank() :: processes()]
+
+
+def gather_with_gradient(rows: Tensor) -> Tensor:
+    """``gather`` through which gradients flow back to the rows of every process."""
+    if processes() == 1:
+        return rows
+    gathered: Tensor = torch.cat(dist_functional.all_gather(rows.contiguous()))
+    return gathered

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from lightning_fabric import Fabric
+from pydantic import ValidationError
 from rich.console import Console
 from torch import nn
 
@@ -20,14 +22,16 @@ from xmoco.data.sources import is_path
 from xmoco.data.subset import at_most
 from xmoco.errors import UserError
 from xmoco.evaluate.monitor import Monitor
-from xmoco.methods import build_method
+from xmoco.methods import Method, build_method, method_class
+from xmoco.nn.encoding import describe_batch_norm, resolve_batch_norm
 from xmoco.nn.weights import BackboneCard, load_backbone, read_card, save_backbone
 from xmoco.report.page import write_report
 from xmoco.report.pictures import picture_neighbours, picture_views
 from xmoco.run_logger import RunLogger
+from xmoco.schedules import WarmupCosine
 from xmoco.settings import differences, load_config
-from xmoco.train.engine import build_fabric, describe_batch_norm, resolve_batch_norm
-from xmoco.train.loop import Callback, Training
+from xmoco.train.engine import build_fabric
+from xmoco.train.loop import Callback, Plan, Training
 from xmoco.train.run_folder import RunFolder
 
 T = TypeVar("T")
@@ -139,12 +143,11 @@ def _run(
     weights: str | Path | None,
 ) -> RunResult:
     # All that can be wrong is found out before anything is written.
-    first, share = fabric.is_global_zero, _share(config, fabric.world_size)
-    model = resolve_batch_norm(config.model, fabric, share)
-    config = config.model_copy(update={"model": model})
+    first = fabric.is_global_zero
+    here = config.model_copy(update={"model": _model_here(config, fabric)})
     path = _on_first(fabric, lambda: folder if resume and folder else _free_path(folder, config))
     torch.manual_seed(config.train.seed)
-    method = build_method(model, config.method)
+    method = build_method(here)
     if weights is not None:
         _start_from(weights, config, method.encoder.backbone)
     images, test = open_images(config.data, "train"), open_images(config.data, "test")
@@ -158,6 +161,7 @@ def _run(
             device=fabric.device,
             rank=fabric.global_rank,
             processes=fabric.world_size,
+            parts=config.train.accumulate,
             readers=config.run.readers,
             preload_gib=config.data.preload_gib,
             known_unreadable=RunFolder(path).unreadable(),
@@ -167,26 +171,78 @@ def _run(
     run = _on_first(fabric, lambda: RunFolder(path) if resume else RunFolder.create(path, config))
     _on_first(fabric, run.lock)
     try:
-        training = Training(config, fabric, method, batches, run, fingerprint(images))
+        training = Training(
+            _plan(config, batches.steps_per_epoch),
+            fabric,
+            method,
+            batches,
+            run,
+            identity={"settings": _lasting(config), "images": fingerprint(images)},
+            same_identity=_same_identity,
+            resume_command=f"xmoco pretrain --resume --out {shlex.quote(str(path))}",
+        )
         resumed = resume and training.restore()
         bank = at_most(batches.images, config.monitor.knn_images)
         monitor = Monitor(config, work_name(config), bank, kept, fabric.device)
         if first:
-            _open_books(training, broken, resume)
-            for line in _introduction(config, model, training, images, resumed):
+            _open_books(training, method, here, broken, resume)
+            for line in _introduction(here, training, method, images, resumed):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
                 run.log(line)
-        if training.step < training.total_steps:
-            with (
-                RunLogger(config, training, monitor, run, console) if first else Callback() as told
-            ):
-                training.train(told)
-        return _on_first(fabric, lambda: _finish(config, training, monitor, run))
+        if not training.finished:
+            told = RunLogger(config, training, method, monitor, run, console) if first else None
+            with told or Callback() as callback:
+                training.train(callback)
+        return _on_first(fabric, lambda: _finish(config, training, method, monitor))
     finally:
         run.unlock()
 
 
-def _open_books(training: Training, broken: Unreadable, resume: bool) -> None:
+def _model_here(config: Config, fabric: Fabric) -> ModelConfig:
+    """What was ``auto`` becomes what suits these processes and this device."""
+    return resolve_batch_norm(
+        config.model,
+        processes=fabric.world_size,
+        device=fabric.device.type,
+        images_per_forward=_share(config, fabric.world_size),
+        hide_keys=method_class(config.method).hides_keys,
+    )
+
+
+def _plan(config: Config, steps_per_epoch: int) -> Plan:
+    train, optim = config.train, config.optim
+    return Plan(
+        batch=train.batch,
+        total_steps=train.epochs * steps_per_epoch,
+        seed=train.seed,
+        optim=optim,
+        learning_rate=WarmupCosine(peak_rate(config), optim.cosine_offset, optim.warmup_epochs),
+        accumulate=train.accumulate,
+        log_every=train.log_every,
+        checkpoint_minutes=train.checkpoint_minutes,
+    )
+
+
+def peak_rate(config: Config) -> float:
+    return config.optim.learning_rate * config.train.batch / 256
+
+
+def _lasting(config: Config) -> dict[str, Any]:
+    return config.model_dump(mode="json", exclude={"run"})
+
+
+def _same_identity(then: Any, now: Any) -> bool:
+    """Settings that are younger than a checkpoint had their defaults then."""
+    try:
+        settings = _lasting(Config.model_validate(then["settings"]))
+        return {"settings": settings, "images": then["images"]} == dict(now)
+    except (ValidationError, LookupError, TypeError):
+        return False
+
+
+def _open_books(
+    training: Training, method: Method, here: Config, broken: Unreadable, resume: bool
+) -> None:
     """Bring the run folder to where the training stands."""
     run, fabric = training.run, training.fabric
     if not resume:
@@ -195,7 +251,8 @@ def _open_books(training: Training, broken: Unreadable, resume: bool) -> None:
     run.write_environment(
         device=str(fabric.device),
         processes=fabric.world_size,
-        batch_norm=training.config.model.batch_norm,
+        batch_norm=here.model.batch_norm,
+        method={"title": method.title, "reference_levels": method.reference_levels()},
     )
 
 
@@ -247,34 +304,32 @@ def _start_from(weights: str | Path, config: Config, backbone: nn.Module) -> Non
 
 
 def _introduction(
-    config: Config, model: ModelConfig, training: Training, images: ImageSet, resumed: bool
+    config: Config, training: Training, method: Method, images: ImageSet, resumed: bool
 ) -> Iterator[str]:
     """What a person wants to know before waiting."""
-    method, train, fabric = config.method, config.train, training.fabric
-    millions = sum(p.numel() for p in training.method.encoder.parameters()) / 1e6
+    train, fabric = config.train, training.fabric
+    millions = sum(p.numel() for p in method.encoder.parameters()) / 1e6
     labels = "no labels" if images.classes is None else f"{len(images.classes)} classes"
     yield f"{images.name}: {len(images):,} images, {labels}"
     if images.classes is not None:
         yield "labels are used by the kNN monitor only"
-    yield f"{method.name} on {config.model.backbone}, {millions:.1f} M parameters with its head"
+    yield f"{method.title} on {config.model.backbone}, {millions:.1f} M parameters with its head"
     yield (
         f"{fabric.world_size} × {fabric.device.type}, batch {train.batch}, learning rate "
-        f"{config.optim.learning_rate:g} × {train.batch}/256 = {training.peak_rate:g}"
+        f"{config.optim.learning_rate:g} × {train.batch}/256 = {peak_rate(config):g}"
     )
-    yield f"batch norm: {describe_batch_norm(model)}"
-    views = config.views
-    judged = f", judged by central ones of {views.eval_size} px" if views.eval_size else ""
-    yield f"random views of {views.size} px{judged}"
-    if method.bank_length > len(images):
-        yield (
-            f"warning: a bank of {method.bank_length} keys is larger than the {len(images)} "
-            "images, so an image meets itself as a negative; lower bank_length"
-        )
+    yield f"batch norm: {describe_batch_norm(config.model)}"
+    central = config.input.eval_size
+    judged = f", judged by central ones of {central} px" if central else ""
+    shown = " and ".join(f"{group.count} of {group.input.size} px" for group in method.views)
+    yield f"random views of an image: {shown}{judged}"
+    yield from method.run.notes
+    yield from (f"warning: {warning}" for warning in method.warnings(len(images)))
     if training.batches.unreadable:
         count = len(training.batches.unreadable)
         what = "1 image" if count == 1 else f"{count} images"
         yield f"warning: {what} could not be read and others take their place; see unreadable.txt"
-    if resumed and training.step == training.total_steps:
+    if resumed and training.finished:
         yield "this run is complete: its weights and report are written again"
     elif resumed:
         epoch = training.step / training.steps_per_epoch
@@ -282,24 +337,24 @@ def _introduction(
     yield f"run folder: {training.run.path}"
 
 
-def _finish(config: Config, training: Training, monitor: Monitor, run: RunFolder) -> RunResult:
+def _finish(config: Config, training: Training, method: Method, monitor: Monitor) -> RunResult:
     """Weights and report of a finished run."""
-    backbone = training.method.encoder.backbone
+    backbone, run = method.encoder.backbone, training.run
     card = BackboneCard(
         backbone=config.model.backbone,
         stem=config.model.stem,
-        size=config.views.size,
-        mean=config.views.mean,
-        std=config.views.std,
+        size=config.input.size,
+        mean=config.input.mean,
+        std=config.input.std,
         method=config.method.name,
         epochs=config.train.epochs,
         seed=config.train.seed,
-        eval_size=config.views.eval_size,
+        eval_size=config.input.eval_size,
     )
     save_backbone(backbone, card, run.weights)
     report = write_report(
         run.path,
-        views_png=picture_views(monitor.train, config.views, config.train.seed, monitor.device),
+        views_png=picture_views(monitor.train, method.views, config.train.seed, monitor.device),
         neighbours_png=picture_neighbours(monitor, backbone),
         summary={"Training time": f"{training.seconds:,.0f} s, kNN included"},
     )

@@ -1,8 +1,7 @@
 """Shows, logs and judges a run as it goes: the loop tells, the witness writes down."""
 
-import math
 from collections.abc import Mapping
-from typing import Self, cast
+from typing import Self
 
 from rich.console import Console
 from torch import nn
@@ -10,6 +9,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from xmoco.config import Config
 from xmoco.evaluate.monitor import Monitor
+from xmoco.methods import Method
 from xmoco.records import Record
 from xmoco.train.loop import Callback, Training
 from xmoco.train.progress import Progress
@@ -20,18 +20,25 @@ class RunLogger(Callback):
     """Shows, logs and judges a run as it goes."""
 
     def __init__(
-        self, config: Config, training: Training, monitor: Monitor, run: RunFolder, console: Console
+        self,
+        config: Config,
+        training: Training,
+        method: Method,
+        monitor: Monitor,
+        run: RunFolder,
+        console: Console,
     ) -> None:
         self.config = config
         self.training = training
+        self.method = method
         self.monitor = monitor
         self.run = run
         self.progress = Progress(
-            title=f"{config.method.name} · {monitor.train.name} · {config.model.backbone}",
+            title=f"{method.title} · {monitor.train.name} · {config.model.backbone}",
             total_steps=training.total_steps,
             steps_per_epoch=training.steps_per_epoch,
             first_step=training.step,
-            chance=math.log(config.method.bank_length + 1),
+            reference_levels=method.reference_levels(),
             console=console,
         )
         self.events = SummaryWriter(str(run.path), purge_step=training.step)
@@ -55,7 +62,7 @@ class RunLogger(Callback):
 
     @property
     def backbone(self) -> nn.Module:
-        return cast(nn.Module, self.training.method.encoder.backbone)
+        return self.method.encoder.backbone
 
     def on_step(self, step: int) -> None:
         self.progress.tick(step)

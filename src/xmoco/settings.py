@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from xmoco.config import METHODS, Config, Section
+from xmoco.config import KINDS, Config, Section
 from xmoco.errors import UserError, nearest
 
 # What other programs and the paper call some settings: not keys, but we know what is meant.
@@ -93,7 +93,7 @@ def read_recipe(recipe: str | Path, heirs: tuple[str, ...] = ()) -> Settings:
     if parent is not None and not isinstance(parent, str):
         raise UserError(f"{where} must inherit from one recipe by name, not from {parent!r}.")
     for section, fields in content.items():
-        if section == "method" and isinstance(fields, str):
+        if section in KINDS and isinstance(fields, str):
             content[section] = {"name": fields}
         elif not isinstance(fields, dict):
             raise UserError(f"{where}: {section} must hold keys and values, not {fields!r}.")
@@ -110,11 +110,10 @@ def recipe_names() -> list[str]:
 
 
 def all_fields() -> dict[tuple[str, str], FieldInfo]:
-    """Every (section, field) of any method's configuration."""
+    """Every (section, field) of any method and optimiser."""
     found: dict[tuple[str, str], FieldInfo] = {}
     for section, info in Config.model_fields.items():
-        kinds = METHODS.values() if section == "method" else [info.annotation]
-        for kind in kinds:
+        for kind in KINDS[section].values() if section in KINDS else [info.annotation]:
             assert isinstance(kind, type)
             assert issubclass(kind, Section)
             found |= {(section, field): about for field, about in kind.model_fields.items()}
@@ -196,8 +195,8 @@ def _read_yaml(text: str, where: str) -> Any:
 
 
 def _find_field(key: str) -> tuple[str, str] | None:
-    if key == "method":
-        return "method", "name"
+    if key in KINDS:
+        return key, "name"
     return next((pair for pair in all_fields() if key in (pair[1], ".".join(pair))), None)
 
 
@@ -215,25 +214,27 @@ def _parse(key: str, text: str) -> Any:
 def _merged(below: Settings, above: Settings) -> Settings:
     """``above`` laid over ``below``, key by key.
 
-    Where ``above`` names the method, what ``below`` says for other methods only is left out; where
-    it names the size of views, the size to judge at that suited another one is.
+    Where ``above`` names the method or optimiser, what ``below`` says for others only is left out;
+    where it names the size of views, the size in evaluations that suited another one is.
     """
-    name = above.get("method", {}).get("name")
-    if isinstance(name, str) and name in METHODS:
-        method = below.get("method", {})
-        own = METHODS[name].model_fields
-        foreign = {field for section, field in all_fields() if section == "method"} - own.keys()
-        below = below | {"method": {k: v for k, v in method.items() if k not in foreign}}
-    if "size" in above.get("views", {}):
-        below = below | {"views": below.get("views", {}) | {"eval_size": None}}
+    for section, kinds in KINDS.items():
+        name = above.get(section, {}).get("name")
+        if isinstance(name, str) and name in kinds:
+            own = kinds[name].model_fields
+            foreign = {field for place, field in all_fields() if place == section} - own.keys()
+            kept = {k: v for k, v in below.get(section, {}).items() if k not in foreign}
+            below = below | {section: kept}
+    if "size" in above.get("input", {}):
+        below = below | {"input": below.get("input", {}) | {"eval_size": None}}
     return below | {section: below.get(section, {}) | above[section] for section in above}
 
 
 def _validated(settings: Settings, mistakes: list[str]) -> Config:
     settings = dict(settings)
-    method = settings.get("method")
-    if isinstance(method, dict):
-        settings["method"] = {"name": "xmoco"} | method
+    for section, kinds in KINDS.items():
+        chosen = settings.get(section)
+        if isinstance(chosen, dict):
+            settings[section] = {"name": next(iter(kinds))} | chosen
     try:
         config = Config.model_validate(settings)
     except ValidationError as error:
@@ -263,23 +264,24 @@ _WANTED = {
 def _sentence(error: Any) -> str:
     """One pydantic error as ``section.field = value: what it must be``."""
     place = [str(part) for part in error["loc"]]
-    method = place.pop(1) if place[0] == "method" and len(place) > 1 else None
+    kind = place.pop(1) if place[0] in KINDS and len(place) > 1 else None
     key, value = ".".join(place), error["input"]
     fields = all_fields()
     match error["type"]:
-        case "extra_forbidden" if method and ("method", place[1]) in fields:
-            return f"{method} has no setting {place[1]}"
+        case "extra_forbidden" if kind and (place[0], place[1]) in fields:
+            return f"{kind} has no setting {place[1]}"
         case "extra_forbidden" | "invalid_key":
             known = map(".".join, fields) if len(place) > 1 else Config.model_fields
             return f"unknown key {key!r}{_suggestion(key, known)}"
         case "union_tag_invalid":
-            name = value.get("name")
-            methods = ", ".join(METHODS)
-            return f"unknown method {name!r}{nearest(str(name), METHODS)}; there are {methods}"
+            name, kinds = value.get("name"), KINDS[place[0]]
+            what = {"method": "method", "optim": "optimiser"}[place[0]]
+            there = ", ".join(kinds)
+            return f"unknown {what} {name!r}{nearest(str(name), kinds)}; there are {there}"
         case "value_error":
             wanted = str(error["ctx"]["error"])
-        case kind:
-            wanted = _WANTED.get(kind) or error["msg"].replace("Input should", "must")
+        case other:
+            wanted = _WANTED.get(other) or error["msg"].replace("Input should", "must")
     return f"{key} = {value!r}: {wanted}"
 
 

@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from itertools import count
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,8 +49,9 @@ class Batches:
     """The endless sequence of one process's batches.
 
     Step ``s`` belongs to epoch ``s // steps_per_epoch``. Its global batch of ``batch`` images is
-    cut into equal, contiguous slices, one for each process. Images left over at the end of an epoch
-    are dropped; the next epoch's order is another one.
+    cut into ``parts`` (whose gradients add up to those of the step), and each part into equal,
+    contiguous slices, one for each process. Images left over at the end of an epoch are dropped;
+    the next epoch's order is another one.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Batches:
         device: torch.device,
         rank: int = 0,
         processes: int = 1,
+        parts: int = 1,
         readers: int = 8,
         preload_gib: float = 4.0,
         known_unreadable: Iterable[tuple[str, str]] = (),
@@ -97,9 +100,10 @@ class Batches:
         self._batch = batch
         self._seed = seed
         self._device = device
-        self._rank = rank
-        self._share = batch // processes
         self._readers = readers
+        rows = np.arange(batch).reshape(parts, processes, -1)[:, rank]
+        self.rows = rows.ravel()
+        """Which of the global batch's images are this process's."""
 
     def from_step(self, step: int) -> Generator[Batch]:
         """This process's batches from ``step`` on, without end; close it to stop its threads."""
@@ -120,11 +124,11 @@ class Batches:
     def _positions(self, step: int) -> Iterator[Tensor]:
         """The positions in the set of this process's images, step by step."""
         first_epoch, first_batch = divmod(step, self.steps_per_epoch)
+        rows = torch.from_numpy(self.rows)
         for epoch in count(first_epoch):
             order = epoch_order(len(self.images), self._seed, epoch)
             for batch in range(first_batch, self.steps_per_epoch):
-                start = batch * self._batch + self._rank * self._share
-                yield order[start : start + self._share]
+                yield order[batch * self._batch + rows]
             first_batch = 0
 
 

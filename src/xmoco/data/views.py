@@ -12,6 +12,7 @@ equals torchvision's for the same parameters.
 """
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xmoco.config import ViewsConfig
+from xmoco.config import AugmentationConfig, InputConfig
 from xmoco.data.colour import CONTRAST, HUE, LUMA, SATURATION, mix, turn_hue
 from xmoco.data.resample import blur_weights, resample, sandwich
 from xmoco.triton_here import HAS_TRITON
@@ -31,6 +32,19 @@ Flags = NDArray[np.bool_]
 
 CROP_TRIES = 10
 UNCHANGED = np.array((1.0, 1.0, 1.0, 0.0))  # the factors that leave an image as it is
+
+
+@dataclass(frozen=True)
+class ViewGroup:
+    """Views of every image that are made alike, each with a name for pictures of them."""
+
+    names: tuple[str, ...]
+    augmentation: AugmentationConfig
+    input: InputConfig
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
 
 
 @dataclass(frozen=True)
@@ -65,7 +79,7 @@ def stacked(*parts: ViewParameters) -> ViewParameters:
     return ViewParameters(*map(np.concatenate, zip(*(p.columns for p in parts), strict=True)))
 
 
-def draw(views: ViewsConfig, count: int, seed: int, step: int, view: int) -> ViewParameters:
+def draw(views: AugmentationConfig, count: int, seed: int, step: int, view: int) -> ViewParameters:
     """The random numbers of view number ``view`` of all ``count`` samples of a global batch."""
     # numpy hashes the three numbers into one well-mixed state.
     uniform = np.random.default_rng((seed, step, view)).random((count, 2 * CROP_TRIES + 16))
@@ -128,7 +142,7 @@ def render(
     images: Tensor,
     sizes: Tensor,
     parameters: ViewParameters,
-    views: ViewsConfig,
+    group: ViewGroup,
     *,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -140,28 +154,49 @@ def render(
     images' device, in float32 but for the result, and no step waits for it.
     """
     fused = images.is_cuda and HAS_TRITON
-    return (render_fused if fused else render_plain)(images, sizes, parameters, views, dtype)
+    return (render_fused if fused else render_plain)(images, sizes, parameters, group, dtype)
+
+
+def views_of(
+    images: Tensor,
+    sizes: Tensor,
+    groups: Iterable[ViewGroup],
+    *,
+    seed: int,
+    step: int,
+    batch: int,
+    rows: slice | Integers = slice(None),
+) -> list[Tensor]:
+    """All views of a step, group after group: ``images`` are the ``rows`` of its global batch."""
+    views: list[Tensor] = []
+    for group in groups:
+        numbers = range(len(views), len(views) + group.count)
+        drawn = [draw(group.augmentation, batch, seed, step, number)[rows] for number in numbers]
+        views += render(images, sizes, stacked(*drawn), group).chunk(group.count)
+    return views
 
 
 def render_plain(
     images: Tensor,
     sizes: Tensor,
     parameters: ViewParameters,
-    views: ViewsConfig,
+    group: ViewGroup,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """``render`` in plain operations, for any device: what the kernels are measured by."""
-    boxes = _boxes_of_views(images, sizes, parameters, views)
-    result = _empty_views(images, len(parameters), views.size, dtype)
+    boxes = _boxes_of_views(images, sizes, parameters, group)
+    size = group.input.size
+    result = _empty_views(images, len(parameters), size, dtype)
     with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
         for first in range(0, len(parameters), len(images)):
             rows = slice(first, first + len(images))
             part = parameters[rows]
-            pixels = _crop(images, boxes[rows], part.flip, views.size)
+            pixels = _crop(images, boxes[rows], part.flip, size)
             pixels = _jitter(pixels, part)
-            pixels = mix(pixels, *_upload(images.device, *_finish(part.grey, part.invert, views)))
+            finish = _finish(part.grey, part.invert, group.input)
+            pixels = mix(pixels, *_upload(images.device, *finish))
             # Blur takes weighted means of neighbours, so normalising before it changes nothing.
-            result[rows] = _blur(pixels, part, blur_side(views))
+            result[rows] = _blur(pixels, part, blur_side(group))
     return result
 
 
@@ -169,18 +204,18 @@ def render_fused(
     images: Tensor,
     sizes: Tensor,
     parameters: ViewParameters,
-    views: ViewsConfig,
+    group: ViewGroup,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """``render`` by Triton's kernels, for CUDA: all numbers go there in one copy."""
     from xmoco.data import view_kernels  # only here: Triton is not on every machine
 
-    boxes = _boxes_of_views(images, sizes, parameters, views)
+    boxes = _boxes_of_views(images, sizes, parameters, group)
     places = np.argsort(~parameters.blur, kind="stable")  # the kernels want blurred views first
     rows = parameters[places]
     turns_before_contrast = (rows.order == CONTRAST).argmax(axis=1)
     turns = np.stack((turns_before_contrast, np.full_like(places, 4)), axis=1)
-    matrices, offsets = _finish(rows.grey, rows.invert, views)
+    matrices, offsets = _finish(rows.grey, rows.invert, group.input)
     arrays = {
         "places": places,
         "boxes": boxes[places],
@@ -193,21 +228,22 @@ def render_fused(
         "sigmas": rows.sigmas,
     }
     numbers = dict(zip(arrays, _upload(images.device, *arrays.values()), strict=True))
-    result = _empty_views(images, len(parameters), views.size, dtype)
+    result = _empty_views(images, len(parameters), group.input.size, dtype)
     blurred = int(np.count_nonzero(parameters.blur))
-    view_kernels.render(images, result, **numbers, blurred=blurred, side=blur_side(views))
+    view_kernels.render(images, result, **numbers, blurred=blurred, side=blur_side(group))
     return result
 
 
 def _boxes_of_views(
-    images: Tensor, sizes: Tensor, parameters: ViewParameters, views: ViewsConfig
+    images: Tensor, sizes: Tensor, parameters: ViewParameters, group: ViewGroup
 ) -> Integers:
     per_image, rest = divmod(len(parameters), len(images))
     if len(images) != len(sizes) or rest or not per_image:
         raise ValueError(
             f"{len(images)} images, {len(sizes)} sizes and {len(parameters)} parameters"
         )
-    return crop_boxes(parameters, np.tile(sizes.numpy(), (per_image, 1)), views.crop_ratio)
+    ratio = group.augmentation.crop_ratio
+    return crop_boxes(parameters, np.tile(sizes.numpy(), (per_image, 1)), ratio)
 
 
 def _empty_views(images: Tensor, count: int, size: int, dtype: torch.dtype) -> Tensor:
@@ -220,7 +256,7 @@ def _empty_views(images: Tensor, count: int, size: int, dtype: torch.dtype) -> T
 
 
 def central(
-    images: Tensor, sizes: Tensor, size: int, views: ViewsConfig, *, border: bool = True
+    images: Tensor, sizes: Tensor, size: int, input: InputConfig, *, border: bool = True
 ) -> Tensor:
     """The view for evaluation, without chance: the middle of the image, normalised.
 
@@ -238,7 +274,7 @@ def central(
     none = np.zeros(len(real), dtype=np.bool_)
     with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
         pixels = _resample(images, np.zeros_like(real.T), real.T, resized.T, outputs)
-        return mix(pixels, *_upload(images.device, *_finish(none, none, views)))
+        return mix(pixels, *_upload(images.device, *_finish(none, none, input)))
 
 
 def _crop(images: Tensor, boxes: Integers, flip: Flags, size: int) -> Tensor:
@@ -289,9 +325,9 @@ def _scaled(numbers: Floats, matrix: Floats) -> Floats:
     return numbers[..., None, None] * matrix
 
 
-def _finish(grey: Flags, invert: Flags, views: ViewsConfig) -> tuple[Floats, Floats]:
+def _finish(grey: Flags, invert: Flags, input: InputConfig) -> tuple[Floats, Floats]:
     """Grey, inversion and normalisation, which together are one matrix and one offset."""
-    mean, std = np.array(views.mean), np.array(views.std)
+    mean, std = np.array(input.mean), np.array(input.std)
     signs = np.where(invert, -1, 1)
     matrices = _scaled(signs, np.where(grey[:, None, None], LUMA, np.eye(3))) / std[:, None]
     return matrices, (invert[:, None] - mean) / std
@@ -307,13 +343,14 @@ def _blur(pixels: Tensor, parameters: ViewParameters, side: int) -> Tensor:
     return pixels.index_copy_(0, rows, sandwich(weights, pixels.index_select(0, rows), weights))
 
 
-def blur_side(views: ViewsConfig) -> int:
+def blur_side(group: ViewGroup) -> int:
     """The kernel's odd side: ``blur_kernel`` is meant for 224 px and scales with the view.
 
     At least 3, so that blur does something; at most what one reflection at the border can fill.
     """
-    side = int(views.blur_kernel * views.size / 224) | 1
-    return min(max(side, 3), 2 * views.size - 1)
+    size = group.input.size
+    side = int(group.augmentation.blur_kernel * size / 224) | 1
+    return min(max(side, 3), 2 * size - 1)
 
 
 def _upload(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from xmoco.config import ViewsConfig
+from xmoco.config import InputConfig
 from xmoco.data import ImageSet, Unreadable
 from xmoco.data.batches import Progress
 from xmoco.data.fingerprint import content_digest, tensors_digest
@@ -43,7 +43,7 @@ def default_cache() -> Path:
 def cached_features(
     backbone: nn.Module,
     images: ImageSet,
-    views: ViewsConfig,
+    input: InputConfig,
     device: torch.device,
     *,
     readers: int = 8,
@@ -61,7 +61,7 @@ def cached_features(
     cannot be kept; neither ends the evaluation.
     """
     compute = partial(
-        backbone_features, backbone, images, views, device, readers,
+        backbone_features, backbone, images, input, device, readers,
         border=border, unreadable=unreadable, on_progress=on_progress,
     )  # fmt: skip
     if folder is None:
@@ -70,7 +70,7 @@ def cached_features(
         *(FORMAT, torch.__version__.split(".")[:2], device.type),  # devices round differently
         *(repr(backbone), tensors_digest(backbone.state_dict())),
         content_digest(images, readers, on_reading),
-        *(views.central_size, views.mean, views.std, border),
+        *(input.central_size, input.mean, input.std, border),
     )
     key = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
     path = folder / f"{key}.safetensors"

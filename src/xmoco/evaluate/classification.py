@@ -146,15 +146,15 @@ def _classify(
         )
     if fraction != 1:
         train = labelled_share(train, fraction)
-    backbone, views, device = evaluation.weights.backbone, evaluation.views, evaluation.device
+    backbone, input, device = evaluation.weights.backbone, evaluation.input, evaluation.device
     head = train_classifier(
-        backbone, train, protocol, views=views, device=device, bf16=evaluation.bf16, seed=seed,
+        backbone, train, protocol, input=input, device=device, bf16=evaluation.bf16, seed=seed,
         readers=evaluation.options.readers, on_step=evaluation.on_step(protocol.name),
         on_unreadable=evaluation.tell_of,
     )  # fmt: skip
     broken = Unreadable(len(test))
     scores, labels = class_scores(
-        backbone, head, test, views=views, device=device, bf16=evaluation.bf16,
+        backbone, head, test, input=input, device=device, bf16=evaluation.bf16,
         readers=evaluation.options.readers, unreadable=broken,
         on_progress=evaluation.on_progress("judging"),
     )  # fmt: skip
@@ -168,7 +168,7 @@ def _classify(
             seed,
             split="test",
             judged=test.name,
-            crop_size=views.size,
+            crop_size=input.size,
             **asdict(protocol) | {"batch": protocol.batch_for(len(train))},
             label_fraction=fraction,
             train_images=len(train),

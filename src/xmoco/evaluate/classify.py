@@ -17,16 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xmoco.config import ViewsConfig
+from xmoco.config import AugmentationConfig, InputConfig
 from xmoco.data import Batch, Batches, ImageSet, Unreadable, in_order
 from xmoco.data.batches import Progress
-from xmoco.data.views import central, draw, render
+from xmoco.data.views import ViewGroup, central, views_of
 from xmoco.errors import UserError
 from xmoco.nn.backbones import feature_size
 
 MOMENTUM = 0.9
 HEAD_STD = 0.01
 TEST_BATCH = 256
+CROPS_AND_FLIPS = AugmentationConfig(crop_scale=(0.08, 1.0), jitter=0.0, grey=0.0, blur=0.0)
 PIXELS_AT_ONCE = 256 * 224**2
 """What a frozen backbone looks at together: MoCo's batch of photographs, or many small ones."""
 MOST_AT_ONCE = 16
@@ -122,7 +123,7 @@ def train_classifier(
     train: ImageSet,
     protocol: ClassifierProtocol,
     *,
-    views: ViewsConfig,
+    input: InputConfig,
     device: torch.device,
     bf16: bool = False,
     seed: int = 0,
@@ -134,7 +135,7 @@ def train_classifier(
 
     Its loss is cross entropy or, where an image may be of several classes, the binary one of each
     class. Fine-tuning changes the backbone that is given; a frozen one is checked to be as it was.
-    ``views`` tells size, mean and std. ``on_unreadable`` is told at the end which images could not
+    ``on_unreadable`` is told at the end which images could not
     be read.
     """
     if train.labels is None or train.classes is None:
@@ -142,10 +143,7 @@ def train_classifier(
     if len(train) < 2:
         raise UserError(f"{train.name} has a single image: a classifier needs at least two.")
     batch = protocol.batch_for(len(train))
-    crops = ViewsConfig(
-        size=views.size, mean=views.mean, std=views.std, crop_scale=(0.08, 1.0),
-        jitter=0.0, grey=0.0, blur=0.0,
-    )  # fmt: skip
+    crops = ViewGroup(("crop",), CROPS_AND_FLIPS, input)
     backbone.to(device).to(memory_format=torch.channels_last)
     before = _copy(backbone) if protocol.frozen else None
     backbone.train(not protocol.frozen)
@@ -164,13 +162,14 @@ def train_classifier(
     total = protocol.total_steps(batches.steps_per_epoch)
 
     def see(images: Batch, step: int) -> Tensor:
-        return render(images.images, images.sizes, draw(crops, batch, seed, step, 0), crops)
+        (views,) = views_of(images.images, images.sizes, [crops], seed=seed, step=step, batch=batch)
+        return views
 
     if on_step is not None:
         on_step(0, total, None)
     told = time.monotonic()
     with closing(batches.from_step(0)) as stream:
-        at_once = _batches_at_once(batch, crops.size, device) if protocol.frozen else 1
+        at_once = _batches_at_once(batch, input.size, device) if protocol.frozen else 1
         steps = _seen(stream, see, total, at_once, backbone, protocol.frozen, bf16)
         for step, (features, labels) in enumerate(steps):
             for group in optimizer.param_groups:
@@ -237,7 +236,7 @@ def class_scores(
     head: nn.Module,
     images: ImageSet,
     *,
-    views: ViewsConfig,
+    input: InputConfig,
     device: torch.device,
     bf16: bool = False,
     readers: int = 8,
@@ -254,7 +253,7 @@ def class_scores(
     batches = in_order(images, TEST_BATCH, device, readers=readers, unreadable=unreadable)
     with closing(batches):
         for batch in batches:
-            pixels = central(batch.images, batch.sizes, views.central_size, views, border=border)
+            pixels = central(batch.images, batch.sizes, input.central_size, input, border=border)
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                 features = backbone(pixels)
             scores.append(head(features.float()))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from xmoco.config import DataConfig, ViewsConfig
+from xmoco.config import DataConfig, InputConfig
 from xmoco.data import ImageSet, Unreadable, open_images
 from xmoco.data.fingerprint import tensors_digest
 from xmoco.data.transfer_sets import check_classes, set_name
@@ -90,8 +90,8 @@ class Evaluation:
         return cls(loaded, digest, options, device, listener or Listener())
 
     @property
-    def views(self) -> ViewsConfig:
-        return self.weights.card.views(self.options.size, self.options.eval_size)
+    def input(self) -> InputConfig:
+        return self.weights.card.input(self.options.size, self.options.eval_size)
 
     @property
     def bf16(self) -> bool:
@@ -106,7 +106,7 @@ class Evaluation:
         features = cached_features(
             self.weights.backbone,
             images,
-            self.views,
+            self.input,
             self.device,
             readers=self.options.readers,
             border=border,
@@ -163,7 +163,7 @@ class Evaluation:
                 **({"weights": str(report), "labelled": report.labelled} if foreign else {}),
                 "backbone": card.backbone,
                 "digest": self.digest,
-                "size": self.views.central_size,
+                "size": self.input.central_size,
                 "epoch": card.epochs,
                 **protocol,
             },

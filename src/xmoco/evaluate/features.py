@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from xmoco.config import ViewsConfig
+from xmoco.config import InputConfig
 from xmoco.data import Batch, ImageSet, Unreadable, in_order
 from xmoco.data.batches import Progress
 from xmoco.data.views import central
@@ -35,7 +35,7 @@ class Features(NamedTuple):
 def backbone_features(
     backbone: nn.Module,
     images: ImageSet,
-    views: ViewsConfig,
+    input: InputConfig,
     device: torch.device,
     readers: int = 8,
     *,
@@ -50,7 +50,7 @@ def backbone_features(
     """
 
     def see(batch: Batch) -> Tensor:
-        pixels = central(batch.images, batch.sizes, views.central_size, views, border=border)
+        pixels = central(batch.images, batch.sizes, input.central_size, input, border=border)
         features: Tensor = backbone(pixels.contiguous(memory_format=torch.channels_last))
         return features
 
@@ -63,20 +63,20 @@ def backbone_features(
 
 
 def pixel_features(
-    images: ImageSet, views: ViewsConfig, device: torch.device, readers: int = 8
+    images: ImageSet, input: InputConfig, device: torch.device, readers: int = 8
 ) -> Features:
     """Raw pixels of small central views: what no learning at all gives."""
-    side = pixel_side(views)
+    side = pixel_side(input)
 
     def see(batch: Batch) -> Tensor:
-        return central(batch.images, batch.sizes, side, views).flatten(1)
+        return central(batch.images, batch.sizes, side, input).flatten(1)
 
     return _features(see, images, device, readers)
 
 
-def pixel_side(views: ViewsConfig) -> int:
+def pixel_side(input: InputConfig) -> int:
     """Of the views whose pixels are taken: 32 px at most."""
-    return min(views.central_size, 32)
+    return min(input.central_size, 32)
 
 
 def home(images: int, size: int, device: torch.device) -> torch.device:

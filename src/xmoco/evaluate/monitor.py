@@ -33,11 +33,11 @@ class Monitor:
 
     def raw_pixels(self) -> Record:
         sets = [
-            pixel_features(images, self.config.views, self.device, self.config.run.readers)
+            pixel_features(images, self.config.input, self.device, self.config.run.readers)
             for images in self._sets()
         ]
         record = self._judge(sets, subject="raw pixels", features="pixels", epoch=0, step=0)
-        record.protocol["size"] = pixel_side(self.config.views)
+        record.protocol["size"] = pixel_side(self.config.input)
         return record
 
     def untrained(self, backbone: nn.Module) -> Record:
@@ -70,7 +70,7 @@ class Monitor:
     def _features(self, backbone: nn.Module) -> list[Features]:
         config = self.config
         return [
-            backbone_features(backbone, images, config.views, self.device, config.run.readers)
+            backbone_features(backbone, images, config.input, self.device, config.run.readers)
             for images in self._sets()
         ]
 
@@ -93,7 +93,7 @@ class Monitor:
             "data": self.train.name,
             "split": "leave one out" if alone else "test",
             "features": features,
-            "size": self.config.views.central_size,
+            "size": self.config.input.central_size,
             "k": monitor.knn_k,
             "voters": voters(monitor.knn_k, len(self.train), alone),
             "temperature": monitor.knn_temperature,

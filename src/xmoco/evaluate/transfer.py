@@ -124,7 +124,7 @@ def _on_device(features: Features, device: torch.device) -> _Labelled:
 def _end_to_end(
     evaluation: Evaluation, images: TransferSet, grid: Grid, seed: int, folder: Path
 ) -> Record:
-    size, crop_size = evaluation.views.central_size, evaluation.views.size
+    size, crop_size = evaluation.input.central_size, evaluation.input.size
     file = GridFile.open(
         folder,
         {
@@ -207,22 +207,22 @@ def _tuned(
 ) -> float:
     """What a copy of the backbone reaches on ``judged`` after training; -1 if its loss exploded."""
     backbone = copy.deepcopy(evaluation.weights.backbone)
-    views, device, bf16, readers = (
-        evaluation.views,
+    input, device, bf16, readers = (
+        evaluation.input,
         evaluation.device,
         evaluation.bf16,
         evaluation.options.readers,
     )
     try:
         head = train_classifier(
-            backbone, train, protocol, views=views, device=device, bf16=bf16, seed=seed,
+            backbone, train, protocol, input=input, device=device, bf16=bf16, seed=seed,
             readers=readers, on_step=evaluation.on_step(stage),
         )  # fmt: skip
     except DivergedError:
         return -1.0
     broken = Unreadable(len(judged))
     scores, labels = class_scores(
-        backbone, head, judged, views=views, device=device, bf16=bf16, readers=readers,
+        backbone, head, judged, input=input, device=device, bf16=bf16, readers=readers,
         border=False, unreadable=broken, on_progress=evaluation.on_progress("judging"),
     )  # fmt: skip
     evaluation.tell_of(broken)

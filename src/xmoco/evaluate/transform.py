@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from xmoco.config import ViewsConfig
+from xmoco.config import InputConfig
 from xmoco.data.decode import rgb_pixels
 from xmoco.data.views import central
 from xmoco.nn.weights import load_weights
@@ -21,7 +21,7 @@ class CentralView:
     (3, size, size). Images of data sets come as PIL images, so it serves as their ``transform``.
     """
 
-    views: ViewsConfig
+    input: InputConfig
 
     def __call__(self, image: Image.Image | Tensor) -> Tensor:
         pixels = image if isinstance(image, Tensor) else rgb_pixels(image)
@@ -31,10 +31,10 @@ class CentralView:
                 f"{str(pixels.dtype).removeprefix('torch.')} {tuple(pixels.shape)}."
             )
         sizes = torch.tensor([pixels.shape[1:]])
-        return central(pixels[None], sizes, self.views.central_size, self.views)[0].contiguous()
+        return central(pixels[None], sizes, self.input.central_size, self.input)[0].contiguous()
 
 
 def load_transform(weights: str | Path) -> CentralView:
     """What the images of a backbone go through before it sees them; weights as in
     ``load_backbone``."""
-    return CentralView(load_weights(weights).card.views())
+    return CentralView(load_weights(weights).card.input())

@@ -75,7 +75,7 @@ def export(weights: str | Path, to: str, out: str | Path | None = None) -> Path:
     _require(target.libraries, extra=to)
 
     backbone = load_backbone(source)
-    side = card.views().central_size
+    side = card.input().central_size
     images = torch.randn(3, 3, side, side, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected: Tensor = backbone(images)
@@ -101,7 +101,7 @@ def how_to_load(weights: str | Path, to: str, path: str | Path) -> str:
     """The lines that load the exported file ``path``, to copy."""
     target = _target(to)
     card, _ = read_card(weights)
-    side = card.views().central_size
+    side = card.input().central_size
     seen = f"# for RGB images of {side} × {side} in [0, 1], "
     return f"{seen}minus {card.mean}, over {card.std}\n{target.loading(Path(path), card)}"
 

@@ -17,7 +17,7 @@ OPSET = 20  # what torch's exporter writes natively; ONNX Runtime reads it since
 
 
 def write(backbone: ResNet, card: BackboneCard, file: BinaryIO) -> None:
-    side = card.views().central_size
+    side = card.input().central_size
     program = torch.onnx.export(
         backbone,
         (torch.zeros(2, 3, side, side),),

@@ -73,6 +73,8 @@ class KeyBanks(PairedRing):
     """The banks B_s and B_t of keys. Like MoCo's, they begin with random unit vectors."""
 
     def __init__(self, length: int, feature_size: int) -> None:
+        if length < 2:
+            raise ValueError(f"bank_length {length} must be at least 2")
         super().__init__(length, feature_size)
         self.source.copy_(F.normalize(torch.randn(length, feature_size), dim=1))
         self.target.copy_(F.normalize(torch.randn(length, feature_size), dim=1))

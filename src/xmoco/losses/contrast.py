@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xmoco.losses.bank import KeyBanks
 from xmoco.losses.infonce import infonce
-from xmoco.losses.similarity import cross_entropy, precise
+from xmoco.losses.similarity import cross_entropy, crossed_similarities, precise
 
 
 @dataclass
@@ -53,11 +54,51 @@ class Contrast:
     def _pulled(self, value: Tensor, excess: Tensor) -> Tensor:
         """``value`` with its gradient by the queries, where ``excess`` is P − target."""
         with torch.no_grad(), torch.autocast(excess.device.type, enabled=False):
-            gradient = excess[:, 1:] @ precise(self.bank)
-            gradient += excess[:, :1] * precise(self.keys)
+            gradient = excess[:, 1:] @ self.bank.to(excess.dtype)
+            gradient += excess[:, :1] * self.keys.to(excess.dtype)
             gradient /= len(excess) * self.temperature
         result: Tensor = _KnownGradient.apply(precise(self.queries), value, gradient)
         return result
+
+
+def checked_temperature(temperature: float) -> float:
+    if temperature <= 0:
+        raise ValueError(f"temperature {temperature} must be above 0")
+    return temperature
+
+
+def crossed(
+    q_s: Tensor,
+    q_t: Tensor,
+    k_s: Tensor,
+    k_t: Tensor,
+    banks: KeyBanks,
+    temperature: float,
+    plain: bool = False,
+) -> tuple[Contrast, Contrast]:
+    """P_s of source queries over target keys, and P_t the other way round (step 4).
+
+    ``plain`` is the reference, for tests and benchmarks: autograd follows. It gets copies of the
+    banks, which change before it is run.
+    """
+    expected = (len(q_s), banks.source.shape[1])
+    for name, features in {"q_s": q_s, "q_t": q_t, "k_s": k_s, "k_t": k_t}.items():
+        if features.shape != expected:
+            raise ValueError(
+                f"{name} has shape {tuple(features.shape)}, expected {expected}: one row per "
+                "image of the batch, as long as feature_size."
+            )
+    bank_s, bank_t = banks.source, banks.target
+    followed = plain and torch.is_grad_enabled()
+    if followed:
+        bank_s, bank_t = bank_s.clone(), bank_t.clone()
+    with torch.set_grad_enabled(followed):
+        log_p_s = crossed_similarities(q_s, k_t, bank_t, temperature)
+        log_p_t = crossed_similarities(q_t, k_s, bank_s, temperature)
+    return (
+        Contrast(q_s, k_t, bank_t, temperature, log_p_s),
+        Contrast(q_t, k_s, bank_s, temperature, log_p_t),
+    )
 
 
 class _KnownGradient(torch.autograd.Function):

@@ -1,12 +1,9 @@
 """The symmetric loss of MoCo v2+ as a module that owns its banks."""
 
-import torch
 from torch import Tensor, nn
 
 from xmoco.losses.bank import KeyBanks
-from xmoco.losses.contrast import Contrast
-from xmoco.losses.metrics import similarity_metrics
-from xmoco.losses.similarity import crossed_similarities
+from xmoco.losses.contrast import Contrast, checked_temperature, crossed
 
 
 class MoCoLoss(nn.Module):
@@ -25,11 +22,7 @@ class MoCoLoss(nn.Module):
         self, feature_size: int = 128, bank_length: int = 4096, temperature: float = 0.2
     ) -> None:
         super().__init__()
-        if bank_length < 2 or temperature <= 0:
-            raise ValueError(
-                f"bank_length {bank_length} must be at least 2, temperature {temperature} above 0"
-            )
-        self.temperature = temperature
+        self.temperature = checked_temperature(temperature)
         self.banks = KeyBanks(bank_length, feature_size)
 
     def forward(
@@ -39,43 +32,18 @@ class MoCoLoss(nn.Module):
 
         The keys then enter the banks, unless the module is in eval mode.
         """
-        source, target = self.contrasts(q_s, q_t, k_s, k_t)
-        terms = {"source": source.infonce(), "target": target.infonce()}
+        P_s, P_t = self.similarities(q_s, q_t, k_s, k_t)
+        terms = symmetric_infonce(P_s, P_t)
         if self.training:
             self.banks.enqueue(k_s, k_t)
         return terms["source"] + terms["target"], terms
 
-    def contrasts(
-        self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor
-    ) -> tuple[Contrast, Contrast]:
-        """The source and the target side."""
-        with torch.set_grad_enabled(self.plain and torch.is_grad_enabled()):
-            log_p_s, log_p_t = self.similarities(q_s, q_t, k_s, k_t)
-        return (
-            Contrast(q_s, k_t, self.banks.target, self.temperature, log_p_s),
-            Contrast(q_t, k_s, self.banks.source, self.temperature, log_p_t),
-        )
-
     def similarities(
         self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """log P_s and log P_t. Autograd gets copies of the banks: they change before it is run."""
-        expected = (len(q_s), self.banks.source.shape[1])
-        for name, features in {"q_s": q_s, "q_t": q_t, "k_s": k_s, "k_t": k_t}.items():
-            if features.shape != expected:
-                raise ValueError(
-                    f"{name} has shape {tuple(features.shape)}, expected {expected}: one row per "
-                    "image of the batch, as long as feature_size."
-                )
-        bank_s, bank_t = self.banks.source, self.banks.target
-        if torch.is_grad_enabled():
-            bank_s, bank_t = bank_s.clone(), bank_t.clone()
-        return (
-            crossed_similarities(q_s, k_t, bank_t, self.temperature),
-            crossed_similarities(q_t, k_s, bank_s, self.temperature),
-        )
+    ) -> tuple[Contrast, Contrast]:
+        """P_s and P_t over the banks."""
+        return crossed(q_s, q_t, k_s, k_t, self.banks, self.temperature, self.plain)
 
-    @torch.no_grad()
-    def metrics(self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor) -> dict[str, Tensor]:
-        """What a log wants to know of this batch; changes nothing. Call it before ``forward``."""
-        return similarity_metrics(*self.similarities(q_s, q_t, k_s, k_t))
+
+def symmetric_infonce(P_s: Contrast, P_t: Contrast) -> dict[str, Tensor]:
+    return {"source": P_s.infonce(), "target": P_t.infonce()}

@@ -15,7 +15,8 @@ def crossed_similarities(queries: Tensor, keys: Tensor, bank: Tensor, temperatur
     Gradients reach the queries only. Logarithms, not probabilities, are what the cross entropies
     and the transport need, and they do not underflow.
     """
-    queries, keys, bank = precise(queries), precise(keys.detach()), precise(bank.detach())
+    queries = precise(queries)
+    keys, bank = keys.detach().to(queries.dtype), bank.detach().to(queries.dtype)
     with torch.autocast(queries.device.type, enabled=False):
         positive = (queries * keys).sum(dim=1, keepdim=True)
         negatives = queries @ bank.T
@@ -29,7 +30,8 @@ def past_similarities(queries: Tensor, slots: Tensor, bank: Tensor, temperature:
     By now the bank holds each past query's own key, in slot ``slots[i]`` (both enqueued together).
     It is that query's positive: it shares in the normalisation, but as a negative it counts −inf.
     """
-    queries, bank = precise(queries), precise(bank)
+    queries = precise(queries)
+    bank = bank.to(queries.dtype)
     with torch.autocast(queries.device.type, enabled=False):
         log_p = (queries @ bank.T).div_(temperature).log_softmax(dim=1)
     return log_p.scatter_(1, slots[:, None], -torch.inf)

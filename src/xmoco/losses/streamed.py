@@ -4,9 +4,9 @@ A history of K queries has K² similarities to the bank, and Sinkhorn reads them
 K = 65,536 they are 17 GB a side. But each half of a round needs only log-sums over rows or columns
 of ``scale · similarity + addend``, so they are computed tile by tile, used and forgotten.
 
-The result is that of ``sinkhorn.peer_scaling`` up to rounding. Tiles multiply in float16, whose
+The result is that of ``sinkhorn.column_scaling`` up to rounding. Tiles multiply in float16, whose
 mantissa is TF32's (a similarity of unit vectors errs by some 2e-5, by 1e-3 at the very worst), and
-add up in float32. Only the scaling of the peers, an average over all samples, comes from here:
+add up in float32. Only the scaling of the negatives, an average over all samples, comes from here:
 labels and losses are made from float32 similarities all the same.
 """
 
@@ -42,7 +42,7 @@ def can_stream(queries: Tensor) -> bool:
 
 
 @torch.no_grad()
-def streamed_peer_scaling(
+def streamed_column_scaling(
     *,
     queries: Tensor,
     keys: Tensor,
@@ -59,37 +59,39 @@ def streamed_peer_scaling(
     Args:
         queries: this batch's, (S, N, d).
         keys: the batch's own, (S, N, d).
-        banks: the keys of the negative peers, (S, K, d).
+        banks: the keys of the negatives, (S, K, d).
         past: past queries, (S, M, d).
         past_slots: where the bank has their own keys, (M,); see ``similarity.past_similarities``.
         past_counts: whether past queries take part; on the device, so that no step waits for it.
     """
     queries, keys, banks, past = (precise(vectors) for vectors in (queries, keys, banks, past))
-    past_count, peer_count = past.shape[1], banks.shape[1]
+    past_count, column_count = past.shape[1], banks.shape[1]
     samples = _Tiles(
         torch.cat([past, queries], dim=1),
         slots=F.pad(past_slots, (0, queries.shape[1]), value=NO_SLOT),
     )
-    peers = _Tiles(banks, slots=torch.arange(peer_count, device=banks.device))
+    negatives = _Tiles(banks, slots=torch.arange(column_count, device=banks.device))
 
     # log P = similarity/τ − log_total. A past query's own key is in the bank, a new one's is not.
     alike = torch.zeros_like(banks[:, :, 0])
-    log_total = _logsumexp(samples, peers, alike, 1 / temperature, skip_own=False).logsumexp(dim=0)
+    log_total = _logsumexp(samples, negatives, alike, 1 / temperature, skip_own=False).logsumexp(
+        dim=0
+    )
     positives = (queries * keys).sum(dim=2) / temperature
     log_total[:, past_count:] = log_total[:, past_count:].logaddexp(positives)
 
     scale = sharpness / temperature
 
-    def balance_peers(sample_scaling: Tensor) -> Tensor:
+    def balance_columns(sample_scaling: Tensor) -> Tensor:
         # Samples that do not take part weigh e^−∞.
         sample_scaling[:, :past_count].masked_fill_(~past_counts, -torch.inf)
-        return -logsumexp_over_rows(_logsumexp(peers, samples, sample_scaling, scale))
+        return -logsumexp_over_rows(_logsumexp(negatives, samples, sample_scaling, scale))
 
-    peer_scaling = balance_peers(-sharpness * log_total)
+    column_scaling = balance_columns(-sharpness * log_total)
     for _ in range(iterations - 1):
-        sample_scaling = -_logsumexp(samples, peers, peer_scaling, scale).logsumexp(dim=0)
-        peer_scaling = balance_peers(sample_scaling)
-    return peer_scaling
+        sample_scaling = -_logsumexp(samples, negatives, column_scaling, scale).logsumexp(dim=0)
+        column_scaling = balance_columns(sample_scaling)
+    return column_scaling
 
 
 class _Tiles:

@@ -1,23 +1,15 @@
 """The loss of XMoCo (paper, equation 13) as a module for any training loop."""
 
-from typing import Literal, get_args
-
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from xmoco.distributed import own_share
-from xmoco.losses.bank import PairedRing
-from xmoco.losses.contrast import Contrast
-from xmoco.losses.labels import balanced_labels, soft_labels
-from xmoco.losses.metrics import label_metrics, similarity_metrics
-from xmoco.losses.moco import MoCoLoss
-from xmoco.losses.similarity import past_similarities
-from xmoco.losses.streamed import can_stream, streamed_peer_scaling
-
-History = Literal["queries", "probabilities", "none"]
+from xmoco.losses.bank import KeyBanks
+from xmoco.losses.consistency import consistency
+from xmoco.losses.contrast import Contrast, checked_temperature, crossed
+from xmoco.losses.soft_labels import History, SoftLabels
 
 
-class XMoCoLoss(MoCoLoss):
+class XMoCoLoss(nn.Module):
     """Four cross entropies over two banks: swapped soft labels and cross-similarity consistency.
 
     Call it with the unit-length features of both views from the encoder (q_s, q_t) and from the
@@ -34,13 +26,13 @@ class XMoCoLoss(MoCoLoss):
         feature_size: length d of queries and keys.
         bank_length: keys K in each bank.
         temperature: τ, divides similarities before the softmax.
-        sharpness: λ, how closely the soft labels follow the similarities.
-        positive_mass: ξ, the share of a label given to the positive; 1 makes labels one-hot.
-        iterations: rounds of Sinkhorn balancing.
-        history: what joins the balancing once K of it are known, since a batch has fewer samples
-            than the banks have peers: past ``queries``, compared anew with today's bank (K·d
-            numbers a side), past ``probabilities`` as in the paper (K² a side), or ``none``.
+        sharpness, positive_mass, iterations, history: of the soft labels, see ``SoftLabels``.
+        label_weight: share of the soft labels, the rest being one-hot: at 0 they are InfoNCE's.
+        consistency_weight: of the consistency terms; 0 leaves them out.
     """
+
+    # The reference, for tests and benchmarks: autograd, over matrices that are all in memory.
+    plain = False
 
     def __init__(
         self,
@@ -51,97 +43,79 @@ class XMoCoLoss(MoCoLoss):
         positive_mass: float = 0.9,
         iterations: int = 3,
         history: History = "queries",
+        label_weight: float = 1.0,
+        consistency_weight: float = 1.0,
     ) -> None:
-        if history not in get_args(History):
-            raise ValueError(f"history is {history!r}, expected one of {get_args(History)}")
-        if not 0 < positive_mass <= 1 or sharpness <= 0 or iterations < 1:
+        super().__init__()
+        if not 0 <= label_weight <= 1 or consistency_weight < 0:
             raise ValueError(
-                f"positive_mass {positive_mass} must be in (0, 1], sharpness {sharpness} above 0, "
-                f"iterations {iterations} at least 1"
+                f"label_weight {label_weight} must be from 0 to 1, "
+                f"consistency_weight {consistency_weight} at least 0"
             )
-        super().__init__(feature_size, bank_length, temperature)
-        self.sharpness = sharpness
-        self.positive_mass = positive_mass
-        self.iterations = iterations
-        self.history_kind = history
-        widths = {"queries": feature_size, "probabilities": bank_length}
-        self.history = None if history == "none" else PairedRing(bank_length, widths[history])
+        self.temperature = checked_temperature(temperature)
+        self.label_weight = label_weight
+        self.consistency_weight = consistency_weight
+        self.banks = KeyBanks(bank_length, feature_size)
+        # One-hot labels of weight 1−w beside soft ones of weight w are soft ones of a larger ξ.
+        mass = 1 - label_weight * (1 - positive_mass) if label_weight < 1 else positive_mass
+        self.soft_labels = (
+            SoftLabels(feature_size, bank_length, sharpness, mass, iterations, history)
+            if label_weight > 0
+            else None
+        )
 
     def forward(
         self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss and its four terms; then, unless the module is in eval mode, the keys enter the
+        """The loss and its terms; then, unless the module is in eval mode, the keys enter the
         banks and the history moves on.
 
         A term is named after the side that tells: ``labels_source`` is CE(Y_s, P_t).
         """
-        source, target = self.contrasts(q_s, q_t, k_s, k_t)
-        y_s, y_t = self._labels_of(source, target)
-        terms = {
-            "labels_source": target.cross_entropy(y_s),
-            "labels_target": source.cross_entropy(y_t),
-            # Whatever two views are taken, an image should be as similar to each other image: the
-            # similarities of one side predict the other's (section III-C).
-            "consistency_source": target.cross_entropy(source.p),
-            "consistency_target": source.cross_entropy(target.p),
-        }
+        P_s, P_t = self.similarities(q_s, q_t, k_s, k_t)
+        loss, terms = self.cross_entropies(P_s, P_t, *self.labels(P_s, P_t))
         if self.training:
-            self.banks.enqueue(k_s, k_t)
-            if self.history_kind == "queries" and self.history is not None:
-                self.history.enqueue(q_s, q_t)
-            elif self.history is not None:
-                self.history.enqueue(source.log_p[:, 1:], target.log_p[:, 1:])
-        return torch.stack(list(terms.values())).sum(), terms
+            self.remember(P_s, P_t)
+        return loss, terms
 
-    def labels(self, log_p_s: Tensor, log_p_t: Tensor) -> tuple[Tensor, Tensor]:
-        """Soft labels Y_s from P_s and Y_t from P_t."""
-        settings = {"positive_mass": self.positive_mass, "sharpness": self.sharpness}
-        return (
-            soft_labels(
-                log_p_s, history=self._past("source"), iterations=self.iterations, **settings
-            ),
-            soft_labels(
-                log_p_t, history=self._past("target"), iterations=self.iterations, **settings
-            ),
-        )
+    def similarities(
+        self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor
+    ) -> tuple[Contrast, Contrast]:
+        """P_s and P_t (step 4)."""
+        return crossed(q_s, q_t, k_s, k_t, self.banks, self.temperature, self.plain)
 
-    @torch.no_grad()
-    def metrics(self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor) -> dict[str, Tensor]:
-        source, target = self.contrasts(q_s, q_t, k_s, k_t)
-        labels = self._labels_of(source, target)
-        return similarity_metrics(source.log_p, target.log_p) | label_metrics(*labels)
+    def labels(self, P_s: Contrast, P_t: Contrast) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Soft labels Y_s from P_s and Y_t from P_t (step 5); none where they are one-hot."""
+        return (None, None) if self.soft_labels is None else self.soft_labels(P_s, P_t, self.plain)
 
-    def _labels_of(self, source: Contrast, target: Contrast) -> tuple[Tensor, Tensor]:
-        """The labels, with past queries streamed where that is possible."""
-        streams = self.history_kind == "queries" and not self.plain and can_stream(source.queries)
-        if self.history is None or not streams:
-            return self.labels(source.log_p, target.log_p)
-        peers_s, peers_t = streamed_peer_scaling(
-            queries=torch.stack([source.queries, target.queries]),
-            keys=torch.stack([source.keys, target.keys]),
-            banks=torch.stack([source.bank, target.bank]),
-            past=torch.stack([own_share(self.history.source), own_share(self.history.target)]),
-            past_slots=own_share(torch.arange(self.history.length, device=source.bank.device)),
-            past_counts=self.history.enqueued >= self.history.length,
-            temperature=self.temperature,
-            sharpness=self.sharpness,
-            iterations=self.iterations,
-        )
-        settings = {"positive_mass": self.positive_mass, "sharpness": self.sharpness}
-        return (
-            balanced_labels(source.log_p, peers_s, **settings),
-            balanced_labels(target.log_p, peers_t, **settings),
-        )
+    def cross_entropies(
+        self,
+        P_s: Contrast,
+        P_t: Contrast,
+        Y_s: Tensor | None,
+        Y_t: Tensor | None,
+        consistency_weight: float | Tensor | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weighted sum of the terms, and each by itself (step 6).
 
-    def _past(self, side: Literal["source", "target"]) -> Tensor | None:
-        """Past samples' log P over the negatives, this process's share; none until K are known."""
-        if self.history is None or not self.history.full:
-            return None
-        if side == "source":
-            past, bank = own_share(self.history.source), self.banks.target
-        else:
-            past, bank = own_share(self.history.target), self.banks.source
-        if self.history_kind == "probabilities":
-            return past
-        slots = own_share(torch.arange(self.history.length, device=past.device))
-        return past_similarities(past, slots, bank, self.temperature)
+        The weight may be another at every step.
+        """
+        weight = self.consistency_weight if consistency_weight is None else consistency_weight
+        terms = {
+            "labels_source": P_t.infonce() if Y_s is None else P_t.cross_entropy(Y_s),
+            "labels_target": P_s.infonce() if Y_t is None else P_s.cross_entropy(Y_t),
+        }
+        parts = list(terms.values())
+        if isinstance(weight, Tensor) or weight > 0:
+            agreement = consistency(P_s, P_t)
+            terms |= agreement
+            if isinstance(weight, Tensor):
+                weight = weight.to(parts[0].dtype)
+            parts += [weight * term for term in agreement.values()]
+        return torch.stack(parts).sum(), terms
+
+    def remember(self, P_s: Contrast, P_t: Contrast) -> None:
+        """The keys enter the banks, and the history moves on (step 7)."""
+        self.banks.enqueue(P_t.keys, P_s.keys)  # source queries met target keys
+        if self.soft_labels is not None:
+            self.soft_labels.remember(P_s, P_t)

@@ -1,16 +1,35 @@
-"""Methods: one file each. The training loop knows only ``Method`` and ``build_method``."""
+"""Methods: one file each. Who trains them knows only ``Task`` (task.py) and ``Method``."""
 
-from xmoco.config import MoCoV2PlusConfig, ModelConfig, XMoCoConfig
-from xmoco.methods.base import Method, StepOutput
+from xmoco.config import (
+    BYOLConfig,
+    Config,
+    MoCoV2PlusConfig,
+    Section,
+    SimCLRConfig,
+    SwAVConfig,
+    XMoCoConfig,
+)
+from xmoco.methods.base import Method
+from xmoco.methods.byol import BYOL
 from xmoco.methods.mocov2plus import MoCoV2Plus
+from xmoco.methods.simclr import SimCLR
+from xmoco.methods.swav import SwAV
 from xmoco.methods.xmoco import XMoCo
 
-__all__ = ["Method", "StepOutput", "build_method"]
+__all__ = ["Method", "build_method", "method_class"]
+
+METHODS: dict[type[Section], type[Method]] = {
+    XMoCoConfig: XMoCo,
+    MoCoV2PlusConfig: MoCoV2Plus,
+    SimCLRConfig: SimCLR,
+    BYOLConfig: BYOL,
+    SwAVConfig: SwAV,
+}
 
 
-def build_method(model: ModelConfig, settings: XMoCoConfig | MoCoV2PlusConfig) -> Method:
-    match settings:
-        case XMoCoConfig():
-            return XMoCo(model, settings)
-        case MoCoV2PlusConfig():
-            return MoCoV2Plus(model, settings)
+def method_class(settings: Section) -> type[Method]:
+    return METHODS[type(settings)]
+
+
+def build_method(config: Config) -> Method:
+    return method_class(config.method)(config)

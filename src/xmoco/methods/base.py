@@ -1,140 +1,113 @@
-"""What the training loop knows of a method, and what methods with a momentum encoder share."""
+"""What pre-training methods share: views of images, and encoders of which one backbone is kept."""
 
-from abc import ABC, abstractmethod
-from typing import NamedTuple
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from xmoco.config import MoCoConfig, ModelConfig
-from xmoco.losses import MoCoLoss
-from xmoco.losses.metrics import feature_metrics
-from xmoco.nn.batchnorm import (
-    keys_in_other_processes,
-    keys_in_split_groups,
-    split_statistics,
-    stack_views,
-)
-from xmoco.nn.blocks import fuse_norms
+from xmoco.config import Config, MomentumEncoderConfig
+from xmoco.data.streaming import Batch
+from xmoco.data.views import ViewGroup, views_of
+from xmoco.losses.bank import KeyBanks
 from xmoco.nn.encoder import Encoder, build_encoder, momentum_copy, momentum_update
-from xmoco.nn.two_threads import both, has_halves, with_parallel_backward
+from xmoco.nn.encoding import EncoderRunner
+from xmoco.schedules import Schedule, rising
+from xmoco.task import Moment, StepOutput, Task, Values
 
 
-class StepOutput(NamedTuple):
-    """What a forward pass tells: the loss to minimise, its named terms, metrics for the log."""
+class Method(Task):
+    """A way to learn from views of images without labels. ``encoder.backbone`` is what is kept."""
 
-    loss: Tensor
-    terms: dict[str, Tensor]
-    metrics: dict[str, Tensor]
-
-
-class Method(nn.Module, ABC):
-    """A way to learn from two views of every image.
-
-    The loop calls the method with a batch of source and of target views, back-propagates the loss,
-    steps the optimiser over ``parameters()`` that require gradients, then calls ``after_step``.
-    Everything a method must remember is in ``state_dict``. ``encoder.backbone`` is what is kept.
-    """
-
+    hides_keys: ClassVar[bool] = False
+    """Whether batch statistics must not tell a query which key is its own."""
     encoder: Encoder
 
-    @abstractmethod
-    def forward(self, x_s: Tensor, x_t: Tensor, with_metrics: bool = False) -> StepOutput:
-        """The loss of a batch; metrics only when asked for, since they cost time."""
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.views = self.view_groups(config)
+        self.run = EncoderRunner(config.model)
+
+    @staticmethod
+    def view_groups(config: Config) -> tuple[ViewGroup, ...]:
+        """The views a step is given, in this order: two alike unless a method wants others."""
+        return (ViewGroup(("view 1", "view 2"), config.views, config.input),)
+
+    def build_encoder(self, config: Config, unit_length: bool = True) -> Encoder:
+        encoder = build_encoder(config.model, unit_length)
+        self.run.prepare(encoder)
+        return encoder
+
+    def inputs(self, batch: Batch, moment: Moment) -> Sequence[Tensor]:
+        return views_of(
+            batch.images,
+            batch.sizes,
+            self.views,
+            seed=moment.seed,
+            step=moment.step,
+            batch=moment.batch,
+            rows=moment.rows,
+        )
 
     @abstractmethod
-    def after_step(self) -> None:
-        """What follows the optimiser's step."""
+    def forward(
+        self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
+    ) -> StepOutput: ...
 
-    def suit_gpu(self) -> None:
-        """Change what a GPU would rather have otherwise; what is computed stays the same."""
-
-    def suit_cpu(self) -> None:
-        """The same for a CPU."""
-
-    @property
-    @abstractmethod
-    def bank_fill(self) -> float:
-        """Share of the memory that holds real samples, 0 to 1."""
+    def optimize_for(self, device: torch.device) -> None:
+        self.run.optimize_for(device, self.encoder)
 
 
 class MomentumMethod(Method):
-    """An encoder f with gradients, a momentum encoder g without, and a loss that owns two banks."""
+    """An encoder f with gradients and a momentum encoder g without: g ← m·g + (1−m)·f."""
 
-    def __init__(self, model: ModelConfig, settings: MoCoConfig, loss: MoCoLoss) -> None:
-        super().__init__()
-        self.model = model
-        self.key_momentum = settings.key_momentum
-        self.encoder = build_encoder(model)
-        if model.batch_norm == "split":
-            split_statistics(self.encoder, model.batch_norm_groups)
-        elif model.batch_norm == "synchronised":
-            self.encoder = nn.SyncBatchNorm.convert_sync_batchnorm(self.encoder)
+    def __init__(self, config: Config, unit_length: bool = True) -> None:
+        super().__init__(config)
+        assert isinstance(config.method, MomentumEncoderConfig)
+        self.momentum = rising(config.method.key_momentum, config.method.key_momentum_end)
+        self.encoder = self.build_encoder(config, unit_length)
         self.momentum_encoder = momentum_copy(self.encoder)
-        self.loss = loss
-        self.stacked = False
-        self.two_threads = False
 
-    def suit_gpu(self) -> None:
-        """Both views go through an encoder as one batch, their statistics still apart, and batch
-        norms take the additions and ReLUs along. Synchronised ones can do neither."""
-        if self.model.batch_norm != "synchronised":
-            for encoder in (self.encoder, self.momentum_encoder):
-                stack_views(encoder, views=2)
-                fuse_norms(encoder)
-            self.stacked = True
+    def schedules(self) -> Mapping[str, Schedule]:
+        return {"key_momentum": self.momentum}
 
-    def suit_cpu(self) -> None:
-        """The two encoders run at once, and then the ways back of the two views."""
-        self.two_threads = has_halves()
+    def optimize_for(self, device: torch.device) -> None:
+        self.run.optimize_for(device, self.encoder, self.momentum_encoder)
 
-    def features(self, x_s: Tensor, x_t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q_s and q_t of f, k_s and k_t of g."""
-        if not self.two_threads:
-            return *self.queries(x_s, x_t), *self.keys(x_s, x_t)
-        queries, keys = both(lambda: self.queries(x_s, x_t), lambda: self.keys(x_s, x_t))
-        learned = [p for p in self.encoder.parameters() if p.requires_grad]
-        return *with_parallel_backward(queries, learned), *keys
+    def queries_and_keys(self, views: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Features of every view, by f and by g."""
+        return self.run.queries_and_keys(self.encoder, self.momentum_encoder, views)
 
-    def queries(self, x_s: Tensor, x_t: Tensor) -> tuple[Tensor, Tensor]:
-        """q_s and q_t of f."""
-        if not self.stacked:
-            return self.encoder(x_s), self.encoder(x_t)
-        q_s, q_t = self.encoder(torch.cat([x_s, x_t])).chunk(2)
-        return q_s, q_t
+    def after_update(self, at: Values) -> None:
+        momentum_update(self.momentum_encoder, self.encoder, at["key_momentum"])
 
-    @torch.no_grad()
-    def keys(self, x_s: Tensor, x_t: Tensor) -> tuple[Tensor, Tensor]:
-        """k_s and k_t of g, in batch-norm company other than the queries' (nn/batchnorm.py)."""
-        if not self.stacked:
-            return self._keys(x_s, views=1), self._keys(x_t, views=1)
-        k_s, k_t = self._keys(torch.cat([x_s, x_t]), views=2).chunk(2)
-        return k_s, k_t
 
-    def _keys(self, images: Tensor, views: int) -> Tensor:
-        encoder = self.momentum_encoder
-        match self.model.batch_norm:
-            case "split":
-                groups = self.model.batch_norm_groups
-                return keys_in_split_groups(encoder, images, groups, views)
-            case "shuffled":
-                return keys_in_other_processes(encoder, images, views)
-            case _:
-                keys: Tensor = encoder(images)
-                return keys
+class BankMethod(MomentumMethod):
+    """Queries of either side of an image meet the keys of the other, and banks of past keys."""
 
-    def contrast(
-        self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor, with_metrics: bool
-    ) -> StepOutput:
-        metrics: dict[str, Tensor] = {}
-        if with_metrics:
-            metrics = feature_metrics(q_s) | self.loss.metrics(q_s, q_t, k_s, k_t)
-        loss, terms = self.loss(q_s, q_t, k_s, k_t)
-        return StepOutput(loss, terms, metrics)
-
-    def after_step(self) -> None:
-        momentum_update(self.momentum_encoder, self.encoder, self.key_momentum)
+    hides_keys = True
 
     @property
-    def bank_fill(self) -> float:
-        return self.loss.banks.fill
+    @abstractmethod
+    def banks(self) -> KeyBanks: ...
+
+    @staticmethod
+    def view_groups(config: Config) -> tuple[ViewGroup, ...]:
+        return (ViewGroup(("source view", "target view"), config.views, config.input),)
+
+    def reference_levels(self) -> dict[str, float]:
+        """The cross entropy of a guess among the positive and the keys of a bank."""
+        return {"chance": math.log(self.banks.length + 1)}
+
+    def fill_levels(self) -> dict[str, float]:
+        return {"bank": self.banks.fill}
+
+    def warnings(self, images: int) -> list[str]:
+        if self.banks.length <= images:
+            return []
+        return [
+            f"a bank of {self.banks.length} keys is larger than the {images} images, so an image "
+            "meets itself as a negative; lower bank_length"
+        ]

@@ -1,40 +1,76 @@
 """XMoCo: momentum contrast with two banks, soft labels by optimal transport, and consistency.
 
-The steps are numbered as in the paper's algorithm 1. The four-term loss, which owns the banks and
-the label history, stands alone in ``losses/xmoco.py``.
+``forward`` and ``after_update`` are the seven steps of the paper's algorithm 1. The parts of the
+loss stand alone in ``losses/``: ``soft_labels.py``, ``consistency.py``, ``bank.py``.
 """
+
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from xmoco.config import ModelConfig, XMoCoConfig
+from xmoco.config import Config, XMoCoConfig
 from xmoco.losses import XMoCoLoss
-from xmoco.methods.base import MomentumMethod, StepOutput
+from xmoco.losses.bank import KeyBanks
+from xmoco.losses.metrics import feature_metrics, label_metrics, similarity_metrics
+from xmoco.methods.base import BankMethod
+from xmoco.nn.encoder import momentum_update
+from xmoco.schedules import Constant, LinearRise, Schedule
+from xmoco.task import StepOutput, Values
 
 
-class XMoCo(MomentumMethod):
-    def __init__(self, model: ModelConfig, settings: XMoCoConfig) -> None:
-        loss = XMoCoLoss(
-            feature_size=model.feature_size,
+class XMoCo(BankMethod):
+    title = "XMoCo"
+
+    def __init__(self, config: Config) -> None:
+        settings = config.method
+        assert isinstance(settings, XMoCoConfig)
+        loss = XMoCoLoss(  # owns the banks and the label history
+            feature_size=config.model.feature_size,
             bank_length=settings.bank_length,
             temperature=settings.temperature,
             sharpness=settings.sharpness,
             positive_mass=settings.positive_mass,
             iterations=settings.sinkhorn_iterations,
             history=settings.history,
+            label_weight=settings.label_weight,
         )
-        super().__init__(model, settings, loss)
+        super().__init__(config)
+        self.loss = loss
+        weight, epochs = settings.consistency_weight, settings.consistency_warmup_epochs
+        self.consistency_weight = LinearRise(weight, epochs) if epochs else Constant(weight)
 
-    def forward(self, x_s: Tensor, x_t: Tensor, with_metrics: bool = False) -> StepOutput:
-        # 1. Two random views of every image come in: source x_s and target x_t.
+    @property
+    def banks(self) -> KeyBanks:
+        return self.loss.banks
+
+    def schedules(self) -> Mapping[str, Schedule]:
+        return {**super().schedules(), "consistency_weight": self.consistency_weight}
+
+    def forward(
+        self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
+    ) -> StepOutput:
+        # 1. Two random views of every image: source and target.
+        x_s, x_t = views
         # 2. The encoder f gives queries; the momentum encoder g gives keys, without gradient.
-        q_s, q_t, k_s, k_t = self.features(x_s, x_t)
+        (q_s, q_t), (k_s, k_t) = self.queries_and_keys((x_s, x_t))
         # 3. Two banks hold the last K keys of either side; slot j of both is the same image.
         # 4. P_s = softmax([q_s·k_t | q_s·B_t] / τ) and P_t = softmax([q_t·k_s | q_t·B_s] / τ).
+        P_s, P_t = self.loss.similarities(q_s, q_t, k_s, k_t)
         # 5. Soft labels: Y_s from P_s, Y_t from P_t, balanced over the banks by Sinkhorn.
-        # 6. CE(Y_s, P_t) + CE(Y_t, P_s) + CE(sg P_s, P_t) + CE(sg P_t, P_s).
-        return self.contrast(q_s, q_t, k_s, k_t, with_metrics)
+        Y_s, Y_t = self.loss.labels(P_s, P_t)
+        # 6. CE(Y_s, P_t) + CE(Y_t, P_s) + w·(CE(sg P_s, P_t) + CE(sg P_t, P_s)); w = 1.
+        w = at["consistency_weight"]
+        loss, terms = self.loss.cross_entropies(P_s, P_t, Y_s, Y_t, w)
+        metrics = {}
+        if with_metrics:
+            metrics = feature_metrics(q_s) | similarity_metrics(P_s.log_p, P_t.log_p)
+            if Y_s is not None and Y_t is not None:
+                metrics |= label_metrics(Y_s, Y_t)
+        # 7. The keys enter both banks, oldest out; they are not needed before the next step.
+        if self.training:
+            self.loss.remember(P_s, P_t)
+        return StepOutput(loss, terms, metrics)
 
-    def after_step(self) -> None:
-        # 7. After the SGD step on f: g ← m·g + (1−m)·f. (The keys have entered the banks with the
-        #    loss, which knew its gradient by then: the order makes no difference to the next step.)
-        super().after_step()
+    def after_update(self, at: Values) -> None:
+        # 7. After the optimiser's step on f: g ← m·g + (1−m)·f.
+        momentum_update(self.momentum_encoder, self.encoder, at["key_momentum"])

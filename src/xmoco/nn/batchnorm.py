@@ -104,6 +104,18 @@ def stack_views(module: nn.Module, views: int) -> None:
             norm.views = views
 
 
+def unknown_norms(module: nn.Module) -> list[str]:
+    """Kinds of layers inside ``module`` that take statistics of a batch but cannot be split."""
+    ours = (SplitStatistics, nn.SyncBatchNorm)
+    return [
+        type(norm).__name__
+        for norm in module.modules()
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm)
+        and not isinstance(norm, ours)
+        and type(norm) not in (nn.BatchNorm1d, nn.BatchNorm2d)
+    ]
+
+
 def keys_in_split_groups(encoder: nn.Module, images: Tensor, groups: int, views: int = 1) -> Tensor:
     """Encode so that an image's group differs from the one it had as a query.
 

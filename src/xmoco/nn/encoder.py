@@ -5,31 +5,33 @@ import copy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchvision.models.resnet import ResNet
 
 from xmoco.config import ModelConfig
 from xmoco.nn.backbones import build_backbone, feature_size
 from xmoco.nn.heads import mlp_head
+from xmoco.schedules import Value
 
 
 class Encoder(nn.Module):
-    """Images → unit vectors of length ``feature_size``."""
+    """Images → vectors of length ``feature_size``, of unit length unless said otherwise."""
 
-    def __init__(self, backbone: ResNet, head: nn.Module) -> None:
+    def __init__(self, backbone: nn.Module, head: nn.Module, unit_length: bool = True) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
+        self.unit_length = unit_length
 
     def forward(self, images: Tensor) -> Tensor:
-        return F.normalize(self.head(self.backbone(images)).float(), dim=1)
+        features: Tensor = self.head(self.backbone(images)).float()
+        return F.normalize(features, dim=1) if self.unit_length else features
 
 
-def build_encoder(model: ModelConfig) -> Encoder:
+def build_encoder(model: ModelConfig, unit_length: bool = True) -> Encoder:
     backbone = build_backbone(model.backbone, model.stem)
     head = mlp_head(
         feature_size(backbone), model.head_hidden, model.feature_size, model.head_layers
     )
-    return Encoder(backbone, head)
+    return Encoder(backbone, head, unit_length)
 
 
 def momentum_copy(encoder: nn.Module) -> nn.Module:
@@ -38,9 +40,16 @@ def momentum_copy(encoder: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def momentum_update(follower: nn.Module, leader: nn.Module, momentum: float) -> None:
+def momentum_update(follower: nn.Module, leader: nn.Module, momentum: Value) -> None:
     """g ← m·g + (1−m)·f on the parameters, in one fused call.
 
     Buffers (batch statistics) of g come from its own forward passes.
     """
-    torch._foreach_lerp_(list(follower.parameters()), list(leader.parameters()), 1 - momentum)
+    g: list[Tensor] = list(follower.parameters())
+    f: list[Tensor] = list(leader.parameters())
+    if isinstance(momentum, Tensor):  # on the device; there is no fused call for that
+        steps = list(torch._foreach_sub(f, g))
+        torch._foreach_mul_(steps, (1 - momentum).float())
+        torch._foreach_add_(g, steps)
+    else:
+        torch._foreach_lerp_(g, f, 1 - momentum)

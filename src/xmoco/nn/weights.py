@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torchvision.models.resnet import ResNet
 
-from xmoco.config import Backbone, ViewsConfig
+from xmoco.config import Backbone, InputConfig
 from xmoco.errors import UserError, nearest
 from xmoco.files import write_whole
 from xmoco.nn.backbones import build_backbone
@@ -62,11 +62,11 @@ class BackboneCard:
             {name: value for name, value in asdict(self).items() if value is not None}
         )
 
-    def views(self, size: int | None = None, eval_size: int | None = None) -> ViewsConfig:
+    def input(self, size: int | None = None, eval_size: int | None = None) -> InputConfig:
         """What evaluations show it: views of its own sizes, or all of ``size``, or central ones
         of ``eval_size``."""
         own = self.eval_size if size is None else None
-        return ViewsConfig(
+        return InputConfig(
             size=size or self.size,
             eval_size=eval_size or own,
             mean=self.mean,

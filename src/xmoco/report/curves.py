@@ -39,16 +39,12 @@ class History:
     training: Mapping[str, Series]
     records: Sequence[Record]
     config: Mapping[str, Any]
+    reference_levels: Mapping[str, float] = field(default_factory=dict)
+    """What the method says its loss terms are to be compared with."""
 
     @property
     def method(self) -> str:
         return str(self.config.get("method", {}).get("name", "unknown method"))
-
-    @property
-    def chance(self) -> float | None:
-        """ln(K+1), the cross entropy of a guess among the positive and K keys."""
-        length = self.config.get("method", {}).get("bank_length")
-        return math.log(length + 1) if length else None
 
     def knn_records(self) -> list[Record]:
         """The kNN accuracies that may be compared: all with the k of the first."""
@@ -82,6 +78,8 @@ def read_history(run: Path) -> History:
         elif "values" in entry:
             for name, value in entry["values"].items():
                 training.setdefault(name, {})[entry["epoch"]] = value
+    environment = run / "environment.json"
+    facts = json.loads(environment.read_text(encoding="utf-8")) if environment.is_file() else {}
     config_file = run / "config.yaml"
     config = (
         yaml.safe_load(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
@@ -90,6 +88,7 @@ def read_history(run: Path) -> History:
         training={name: _series(points) for name, points in training.items()},
         records=records,
         config=config,
+        reference_levels=facts.get("method", {}).get("reference_levels", {}),
     )
 
 
@@ -133,7 +132,6 @@ LOOKS: Mapping[str, Look] = {
     "learning_rate": Look("Learning rate", "rate"),
     "images_per_second": Look("Speed", "images/s"),
     "waiting": Look("Time spent waiting for data", "%", (0, 100), factor=100),
-    "bank_fill": Look("Filling of the banks", "%", (0, 100), factor=100),
 }
 
 
@@ -156,13 +154,13 @@ def _loss_panels(history: History) -> list[Panel]:
         for name, series in history.training.items()
         if name.startswith("loss/")
     }
-    # Chance is the level of a single cross entropy, so a total of several is not held against it.
-    chance = {"chance, ln(K+1)": history.chance} if history.chance else {}
+    # Levels are those of a single term, so a total of several is not held against it.
+    levels = history.reference_levels
     found = []
     if total:
-        found.append(Panel("Loss", "nats", total, {} if terms else chance))
+        found.append(Panel("Loss", "loss", total, {} if terms else levels))
     if terms:
-        found.append(Panel("Terms of the loss", "nats", terms, chance))
+        found.append(Panel("Terms of the loss", "loss", terms, levels))
     return found
 
 
@@ -172,11 +170,19 @@ def _other_panels(history: History) -> list[Panel]:
     unknown = sorted(set(names) - set(known))
     found = []
     for name in known + unknown:
-        look = LOOKS.get(name, Look(name.replace("_", " "), "value", ()))
+        look = LOOKS.get(name) or _look(name)
         series = history.training[name]
         shown = Series(series.epochs, [look.factor * value for value in series.values])
         found.append(Panel(look.title, look.unit, {name: shown}, includes=look.includes))
     return found
+
+
+def _look(name: str) -> Look:
+    """Of a value that only the method knows."""
+    memory = name.removeprefix("fill/")
+    if memory != name:
+        return Look(f"Filling of the {memory}", "%", (0, 100), factor=100)
+    return Look(name.replace("_", " "), "value", ())
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,7 @@ def write_report(
         _curves(panels(history)),
         _sheet(
             "Views",
-            "What the network learns from: two random views of each image should be recognised as "
+            "What the network learns from: random views of an image should be recognised as "
             "the same, whatever the crop and the colours.",
             views_png,
         ),

@@ -1,12 +1,14 @@
 """The pictures of a run's report: what it was shown, and what it finds alike."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
-from xmoco.config import ViewsConfig
+from xmoco.config import InputConfig
 from xmoco.data import ImageSet, at_positions
 from xmoco.data.subset import some_positions
-from xmoco.data.views import central, draw, render
+from xmoco.data.views import ViewGroup, central, views_of
 from xmoco.evaluate.monitor import Monitor
 from xmoco.report.sheets import neighbours_sheet, views_sheet
 
@@ -15,22 +17,26 @@ ROWS = 8
 SIDE = 128  # pictures of larger images are shrunk to this
 
 
-def picture_views(images: ImageSet, views: ViewsConfig, seed: int, device: torch.device) -> bytes:
-    """Some images, each with two views as the first step would draw them."""
+def picture_views(
+    images: ImageSet, groups: Sequence[ViewGroup], seed: int, device: torch.device
+) -> bytes:
+    """Some images, each with its views as the first step would draw them."""
     batch = at_positions(images, some_positions(len(images), COLUMNS), device)
-    mean, std = (
-        torch.tensor(values, device=device)[:, None, None] for values in (views.mean, views.std)
-    )
+    count = len(batch.images)
+    shown = views_of(batch.images, batch.sizes, groups, seed=seed, step=0, batch=count)
+    inputs = [group.input for group in groups for _ in group.names]
     sides = []
-    for view in (0, 1):
-        parameters = draw(views, len(batch.images), seed, 0, view)
-        pixels = render(batch.images, batch.sizes, parameters, views) * std + mean
-        sides.append((pixels.clamp(0, 1) * 255).round().byte().cpu())
+    for pixels, input in zip(shown, inputs, strict=True):
+        mean, std = (
+            torch.tensor(values, device=device)[:, None, None] for values in (input.mean, input.std)
+        )
+        sides.append(((pixels * std + mean).clamp(0, 1) * 255).round().byte().cpu())
     originals = [
         image[:, :height, :width].cpu()
         for image, (height, width) in zip(batch.images, batch.sizes.tolist(), strict=True)
     ]
-    return views_sheet(list(zip(originals, *sides, strict=True)))
+    names = [name for group in groups for name in group.names]
+    return views_sheet(names, list(zip(originals, *sides, strict=True)))
 
 
 def picture_neighbours(monitor: Monitor, backbone: nn.Module) -> bytes | None:
@@ -40,8 +46,8 @@ def picture_neighbours(monitor: Monitor, backbone: nn.Module) -> bytes | None:
     if columns < 1:
         return None
     queries, neighbours, similarities = monitor.neighbours(backbone, rows, columns)
-    query_pictures, query_labels = _pictures(asked, queries, monitor.config.views)
-    pictures, labels = _pictures(train, neighbours.flatten(), monitor.config.views)
+    query_pictures, query_labels = _pictures(asked, queries, monitor.config.input)
+    pictures, labels = _pictures(train, neighbours.flatten(), monitor.config.input)
     if train.multi_label:  # no one class to name
         labels = None
     return neighbours_sheet(
@@ -55,11 +61,11 @@ def picture_neighbours(monitor: Monitor, backbone: nn.Module) -> bytes | None:
 
 
 def _pictures(
-    images: ImageSet, positions: Tensor, views: ViewsConfig
+    images: ImageSet, positions: Tensor, input: InputConfig
 ) -> tuple[Tensor, Tensor | None]:
     """Central squares, uint8 (n, 3, side, side), of the images at ``positions``; their labels."""
-    plain = views.model_copy(update={"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)})
-    side = min(views.size, SIDE)
+    plain = input.model_copy(update={"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)})
+    side = min(input.size, SIDE)
     batch = at_positions(images, positions, torch.device("cpu"))
     squares = central(batch.images, batch.sizes, side, plain).clamp(0, 1)
     return (squares * 255).round().byte(), batch.labels

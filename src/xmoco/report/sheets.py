@@ -19,15 +19,15 @@ RIGHT, WRONG = "#0f8fd0", "#e07b1a"
 CELL = 1.15  # inches
 
 
-def views_sheet(pairs: Sequence[tuple[Tensor, Tensor, Tensor]]) -> bytes:
-    """One column per image: the original on top, its source and target views below."""
-    if not pairs:
+def views_sheet(names: Sequence[str], columns: Sequence[Sequence[Tensor]]) -> bytes:
+    """One column per image: the original on top, its views of these names below."""
+    if not columns:
         raise ValueError("a sheet of views needs at least one image")
-    cells = _cells(rows=3, columns=len(pairs), caption=0.0)
-    for column, pictures in enumerate(pairs):
+    cells = _cells(rows=1 + len(names), columns=len(columns), caption=0.0)
+    for column, pictures in enumerate(columns):
         for row, picture in enumerate(pictures):
             _show(cells[row][column], picture)
-    for line, title in zip(cells, ("original", "source view", "target view"), strict=True):
+    for line, title in zip(cells, ("original", *names), strict=True):
         line[0].set_ylabel(title, color=INK, fontsize=9)
     return to_png(_figure_of(cells))
 

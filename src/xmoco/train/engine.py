@@ -9,7 +9,7 @@ from lightning_fabric import Fabric
 from lightning_fabric.strategies.ddp import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from xmoco.config import ModelConfig, RunConfig
+from xmoco.config import RunConfig
 from xmoco.errors import UserError
 from xmoco.train.cpu import keep_memory
 
@@ -37,42 +37,6 @@ def build_fabric(run: RunConfig) -> Fabric:
         precision="bf16-mixed" if precision == "bf16" else "32-true",
         strategy=_data_parallel() if many else "auto",
     )
-
-
-def resolve_batch_norm(model: ModelConfig, fabric: Fabric, images_per_forward: int) -> ModelConfig:
-    """``auto`` becomes what suits the number of processes; what cannot work is a ``UserError``."""
-    if images_per_forward < 2:
-        raise UserError("batch norm needs at least two images at once: raise batch.")
-    choice = model.batch_norm
-    if choice == "auto":
-        choice = "shuffled" if fabric.world_size > 1 else "split"
-    if choice == "shuffled" and fabric.world_size == 1:
-        raise UserError(
-            "batch_norm=shuffled swaps keys between processes, and there is one; "
-            "use batch_norm=split, or more devices."
-        )
-    if choice == "synchronised" and fabric.device.type != "cuda":
-        raise UserError("batch_norm=synchronised needs CUDA; use batch_norm=split or shuffled.")
-    if choice == "split" and (
-        images_per_forward % model.batch_norm_groups
-        or images_per_forward // model.batch_norm_groups < 2
-    ):
-        raise UserError(
-            f"batch_norm=split needs equal groups of at least two: {images_per_forward} images "
-            f"per process do not make {model.batch_norm_groups}; change batch, batch_norm_groups, "
-            "or use batch_norm=plain."
-        )
-    return model.model_copy(update={"batch_norm": choice})
-
-
-def describe_batch_norm(model: ModelConfig) -> str:
-    """The choice, in words, for the start of a run."""
-    return {
-        "plain": "plain (statistics over a process's batch)",
-        "split": f"split into {model.batch_norm_groups} groups, keys regrouped",
-        "shuffled": "keys shuffled between processes",
-        "synchronised": "synchronised over all processes",
-    }[model.batch_norm]
 
 
 def _data_parallel() -> DDPStrategy:

@@ -1,31 +1,30 @@
-"""The training loop: plain, and ignorant of any particular method.
+"""The training loop: plain, and ignorant of any particular task.
 
 Order of samples, views and learning rate are functions of the step, and everything else a step
 depends on is in the checkpoint; so a resumed run equals an uninterrupted one, on a CPU bit for bit.
 """
 
 import math
-import shlex
+import operator
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from lightning_fabric import Fabric
-from pydantic import ValidationError
 from torch import Tensor
 
-from xmoco.config import Config
+from xmoco.config import OptimConfig
 from xmoco.data import Batch, Batches
-from xmoco.data.views import draw, render, stacked
 from xmoco.distributed import sum_over_processes
 from xmoco.errors import Interrupted, UserError
-from xmoco.methods import Method, StepOutput
+from xmoco.schedules import Clock, Schedule
+from xmoco.task import Moment, StepOutput, Task
 from xmoco.train.checkpoints import load_checkpoint
+from xmoco.train.optimizers import build_optimizer
 from xmoco.train.run_folder import RunFolder
-from xmoco.train.schedule import learning_rate
 from xmoco.train.step import build_stepper
 from xmoco.train.stopping import StopRequest
 
@@ -55,43 +54,60 @@ class Callback:
         """``epoch`` epochs are done."""
 
 
+@dataclass(frozen=True)
+class Plan:
+    """How a task is trained."""
+
+    batch: int  # images a step, over all processes
+    total_steps: int
+    seed: int
+    optim: OptimConfig
+    learning_rate: Schedule
+    accumulate: int = 1
+    log_every: int = 20
+    checkpoint_minutes: float = 10.0
+
+
 @dataclass
 class Training:
     """A run in progress: what is trained, on what, and how far it is."""
 
-    config: Config
+    plan: Plan
     fabric: Fabric
-    method: Method
+    task: Task
     batches: Batches
     run: RunFolder
-    images: str = ""  # their fingerprint
+    identity: dict[str, Any]
+    """What must not change between sessions: settings and images."""
+    same_identity: Callable[[Any, Any], bool] = operator.eq
+    """Whether a checkpoint's identity is this one."""
+    resume_command: str = ""
     step: int = 0
     seconds: float = 0.0  # of training, over all sessions
 
     def __post_init__(self) -> None:
-        train, optim = self.config.train, self.config.optim
+        plan, device = self.plan, self.fabric.device
         self.steps_per_epoch = self.batches.steps_per_epoch
-        self.total_steps = train.epochs * self.steps_per_epoch
-        self.peak_rate = optim.learning_rate * train.batch / 256
         self.unreadable_named = len(self.run.unreadable())
         self.name_unreadable()
-        if self.fabric.device.type == "cuda":
-            self.method.suit_gpu()
-        elif self.fabric.device.type == "cpu":
-            self.method.suit_cpu()
-        self.method.to(memory_format=torch.channels_last)
-        learned = [p for p in self.method.parameters() if p.requires_grad]
-        optimizer = torch.optim.SGD(
-            learned,
-            self.peak_rate,
-            momentum=optim.sgd_momentum,
-            weight_decay=optim.weight_decay,
-            fused=self.fabric.device.type in ("cpu", "cuda"),
-        )
-        model, self.optimizer = self.fabric.setup(self.method, optimizer)
+        self.task.optimize_for(device)
+        self.task.to(memory_format=torch.channels_last)
+        optimizer = build_optimizer(plan.optim, self.task.param_groups(), device)
+        model, self.optimizer = self.fabric.setup(self.task, optimizer)
         self.stepper = build_stepper(
-            self.fabric, model, self.method, self.optimizer, train.accumulate
+            self.fabric, model, self.task, self.optimizer, plan.learning_rate, plan.accumulate
         )
+
+    @property
+    def total_steps(self) -> int:
+        return self.plan.total_steps
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.total_steps
+
+    def clock(self, step: int) -> Clock:
+        return Clock(step, self.total_steps, self.steps_per_epoch)
 
     def restore(self) -> bool:
         """Go back to the last checkpoint. False if there is none yet."""
@@ -99,13 +115,13 @@ class Training:
         if path is None:
             return False
         state = load_checkpoint(path)
-        if not self._is_ours(state.get("identity")):
+        if not self.same_identity(state.get("identity"), self.identity):
             raise UserError(
                 f"{path} belongs to other settings or images than {self.run.path} has now: "
                 "put config.yaml and the images back as they were, or start a new run with --out."
             )
         try:
-            self.method.load_state_dict(state["method"])
+            self.task.load_state_dict(state["task"])
             # Of the optimiser its memory only: its settings are those of this device and these
             # settings, and the rate is a function of the step.
             settings = self.optimizer.state_dict()["param_groups"]
@@ -117,30 +133,17 @@ class Training:
             ) from None
         return True
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What must not change between sessions: settings, and how many images of which names."""
-        return {"settings": _lasting(self.config), "images": self.images}
-
-    def _is_ours(self, identity: Any) -> bool:
-        """Settings that are younger than a checkpoint had their defaults then."""
-        try:
-            then = Config.model_validate(identity["settings"])
-            return {"settings": _lasting(then), "images": identity["images"]} == self.identity
-        except (ValidationError, LookupError, TypeError):
-            return False
-
     def save(self) -> None:
         """Write a checkpoint, unless the weights are no longer numbers."""
         if not self.fabric.is_global_zero:
             return
-        norms = torch._foreach_norm(list(self.method.parameters()))
+        norms = torch._foreach_norm(list(self.task.parameters()))
         if not torch.stack(norms).isfinite().all():
             raise self._diverged()
         state = {
             "identity": self.identity,
             "seconds": self.seconds,
-            "method": self.method.state_dict(),
+            "task": self.task.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
         self.run.checkpoints.save(self.step, state)
@@ -148,15 +151,15 @@ class Training:
     def train(self, callback: Callback) -> None:
         """Take all steps that are left. Raises ``Interrupted``, saved, when asked to stop."""
         means = _RunningMeans(self)
-        log_every, epoch_length = self.config.train.log_every, self.steps_per_epoch
-        saves = _SaveClock(self.config.train.checkpoint_minutes * 60)
-        self.method.train()
+        log_every, epoch_length = self.plan.log_every, self.steps_per_epoch
+        saves = _SaveClock(self.plan.checkpoint_minutes * 60)
+        self.task.train()
         before, started = self.seconds, time.perf_counter()
         with ExitStack() as stack:
             stop = stack.enter_context(StopRequest())
             stack.callback(self.name_unreadable)
             stream = stack.enter_context(closing(self.batches.from_step(self.step)))
-            while self.step < self.total_steps:
+            while not self.finished:
                 log = (self.step + 1) % log_every == 0 or self.step + 1 == self.total_steps
                 step = self.advance(stream, with_metrics=log)
                 means.add(step)
@@ -186,36 +189,18 @@ class Training:
                         raise Interrupted(
                             signal_number,
                             f"after step {self.step} of {self.total_steps}",
-                            f"xmoco pretrain --resume --out {shlex.quote(str(self.run.path))}",
+                            self.resume_command,
                         )
 
-    def rate(self, step: int) -> float:
-        optim = self.config.optim
-        return learning_rate(
-            step,
-            self.total_steps,
-            peak=self.peak_rate,
-            offset=optim.cosine_offset,
-            warmup_steps=round(optim.warmup_epochs * self.steps_per_epoch),
-        )
-
-    def views(self, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        """Source and target views of this process's share of a step's batch."""
-        config, share = self.config, len(batch.images)
-        mine = slice(self.fabric.global_rank * share, (self.fabric.global_rank + 1) * share)
-        parameters = stacked(
-            *(
-                draw(config.views, config.train.batch, config.train.seed, step, view)[mine]
-                for view in (0, 1)
-            )
-        )
-        x_s, x_t = render(batch.images, batch.sizes, parameters, config.views).chunk(2)
-        return x_s, x_t
+    def inputs(self, batch: Batch, step: int) -> Sequence[Tensor]:
+        """What the task makes of this process's share of a step's batch."""
+        moment = Moment(self.plan.seed, step, self.plan.batch, self.batches.rows)
+        return self.task.inputs(batch, moment)
 
     def advance(self, stream: Iterator[Batch], with_metrics: bool = False) -> StepOutput:
         """Take the next batch and one step of the optimiser."""
-        x_s, x_t = self.views(self._next(stream), self.step)
-        step = self.stepper(x_s, x_t, self.rate(self.step), with_metrics)
+        inputs = self.inputs(self._next(stream), self.step)
+        step = self.stepper(inputs, self.clock(self.step), with_metrics)
         self.step += 1
         if self.stepper.news:
             self.run.log(self.stepper.news.pop())
@@ -246,17 +231,17 @@ class Training:
         self.run.add_unreadable(found[self.unreadable_named :])
         self.unreadable_named = len(found)
 
-    def _diverged(self) -> UserError:
+    def _diverged(self) -> "DivergedError":
         last = self.run.checkpoints.latest()
         where = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
-        return UserError(
-            f"the loss is no longer a number at step {self.step}; {where}. Lower learning_rate, "
-            "raise temperature, or use precision=fp32, and start again."
+        return DivergedError(
+            f"the loss is no longer a number at step {self.step}; {where}. Lower the learning "
+            "rate, raise a temperature, or use precision=fp32, and start again."
         )
 
 
-def _lasting(config: Config) -> dict[str, Any]:
-    return config.model_dump(mode="json", exclude={"run"})
+class DivergedError(UserError):
+    """The loss or the weights are no longer numbers."""
 
 
 class _RunningMeans:
@@ -294,11 +279,13 @@ class _RunningMeans:
         sums = sum_over_processes(torch.stack(list(self.sums.values()))).tolist()
         count = self.steps * training.fabric.world_size
         values = {name: total / count for name, total in zip(self.sums, sums, strict=True)}
-        values["learning_rate"] = training.rate(training.step - 1)
+        clock = training.clock(training.step - 1)
+        values["learning_rate"] = training.plan.learning_rate(clock)
         seconds = time.perf_counter() - self.started  # the device is done: its sums are here
-        values["images_per_second"] = self.steps * training.config.train.batch / seconds
+        values["images_per_second"] = self.steps * training.plan.batch / seconds
         values["waiting"] = (training.batches.waited - self.waited) / seconds
-        values["bank_fill"] = training.method.bank_fill
+        fill = training.task.fill_levels()
+        values |= {f"fill/{name}": share for name, share in fill.items()}
         values |= {name: float(value) for name, value in metrics.items()}
         self._begin()
         return values

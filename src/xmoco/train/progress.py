@@ -83,8 +83,8 @@ class TimeLeft:
 class Progress:
     """Shows a run's progress; a context manager.
 
-    ``step`` counts the finished steps of the whole run, earlier sessions included. ``chance`` is
-    the loss of a guess, ln(K+1): what a loss term shows before anything is learnt.
+    ``step`` counts the finished steps of the whole run, earlier sessions included.
+    ``reference_levels`` are what loss terms are to be compared with, as that of a guess.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class Progress:
         total_steps: int,
         steps_per_epoch: int,
         first_step: int,
-        chance: float | None,
+        reference_levels: Mapping[str, float],
         console: Console | None = None,
     ) -> None:
         self._title = title
         self._total_steps = total_steps
         self._steps_per_epoch = steps_per_epoch
         self._step = first_step
-        self._chance = chance
+        self._levels = reference_levels
         self._console = console or Console()
         self._values: dict[str, float] = {}
         self._knn: float | None = None
@@ -173,9 +173,13 @@ class Progress:
                 ("images/s", "images_per_second", "{:,.0f}"),
                 ("waiting", "waiting", "{:.0%}"),
                 ("rate", "learning_rate", "{:.3g}"),
-                ("bank", "bank_fill", "{:.0%}"),
             )
             if key in values
+        ]
+        facts += [
+            Fact(key.removeprefix("fill/"), f"{value:.0%}")
+            for key, value in values.items()
+            if key.startswith("fill/")
         ]
         if self._knn is not None:
             best = f"best {self._best_knn:.1f} at {self._best_epoch}"
@@ -183,7 +187,7 @@ class Progress:
         return facts
 
     def _losses(self) -> list[Fact]:
-        """The loss, its terms and the chance level. The two sides of a term share a place."""
+        """The loss, its terms and reference levels. The two sides of a term share a place."""
         facts = [Fact("loss", f"{self._values['loss']:.3f}")] if "loss" in self._values else []
         terms: dict[str, list[str]] = {}
         for key, value in self._values.items():
@@ -191,9 +195,7 @@ class Progress:
                 name, side = _name_and_side(key.removeprefix("loss/"))
                 terms.setdefault(name, []).append(f"{side}{value:.3f}")
         facts += [Fact(name, " ".join(numbers)) for name, numbers in terms.items()]
-        if self._chance is not None:
-            facts.append(Fact("chance", f"{self._chance:.3f}"))
-        return facts
+        return facts + [Fact(name, f"{level:.3f}") for name, level in self._levels.items()]
 
     # A terminal.
 

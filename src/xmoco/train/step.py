@@ -3,11 +3,12 @@
 The step of a small network is hundreds of short kernels, which the host cannot launch as fast as a
 GPU runs them. So after a few steps it is measured whether the host is the slower of the two; if it
 is, the kernels of a whole step are recorded once and launched together from then on. What is
-computed stays the same.
+computed stays the same: numbers that change with the step are read from their places on the device.
 """
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +17,8 @@ from lightning_fabric.wrappers import _FabricModule
 from torch import Tensor
 from torch.optim import Optimizer
 
-from xmoco.methods import Method, StepOutput
+from xmoco.schedules import Clock, Schedule, ScheduledValues
+from xmoco.task import StepOutput, Task, Values
 
 WARM_UP = 8
 """Steps before a decision: by then cuDNN has chosen its algorithms and the optimiser has state."""
@@ -24,7 +26,7 @@ HOST_SHARE = 0.95
 """Launching must take less than this share of the GPU's time, or the GPU has to wait. The share is
 high because a graph has its price too: it leaves no gaps in which the GPU could decode images."""
 MEMORY_TIMES = 2.5
-"""Of what a step needs: a graph keeps its own, and a step that measures needs as much again."""
+"""Of what a step needs: a graph keeps its own, and a step with metrics needs as much again."""
 
 
 @dataclass
@@ -33,35 +35,38 @@ class Stepper:
 
     fabric: Fabric
     model: _FabricModule
-    """The method as seen by the loop (precision, gradients over all processes)."""
-    method: Method
+    """The task as seen by the loop (precision, gradients over all processes)."""
+    task: Task
     optimizer: Optimizer
+    learning_rate: Schedule
     parts: int = 1
     news: list[str] = field(default_factory=list)
     """What should be in the log."""
 
+    def __post_init__(self) -> None:
+        self.values = ScheduledValues(self.task.schedules())
+
     def __call__(
-        self, x_s: Tensor, x_t: Tensor, rate: float, with_metrics: bool = False
+        self, inputs: Sequence[Tensor], clock: Clock, with_metrics: bool = False
     ) -> StepOutput:
-        self.set_rate(rate)
-        return self.take(x_s, x_t, with_metrics)
-
-    def set_rate(self, rate: float | Tensor) -> None:
+        rate = self.learning_rate(clock)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["rate_factor"]
+        return self.take(inputs, self.values.at(clock), with_metrics)
 
-    def take(self, x_s: Tensor, x_t: Tensor, with_metrics: bool = False) -> StepOutput:
+    def take(self, inputs: Sequence[Tensor], at: Values, with_metrics: bool = False) -> StepOutput:
         done = []
-        halves = zip(x_s.chunk(self.parts), x_t.chunk(self.parts), strict=True)
-        for part, (part_s, part_t) in enumerate(halves, start=1):
+        parts = zip(*(tensor.chunk(self.parts) for tensor in inputs), strict=True)
+        for part, own in enumerate(parts, start=1):
             last = part == self.parts
             with self.fabric.no_backward_sync(self.model, enabled=not last):
-                step: StepOutput = self.model(part_s, part_t, with_metrics=with_metrics and last)
+                step: StepOutput = self.model(list(own), at, with_metrics and last)
                 self.fabric.backward(step.loss / self.parts)
             done.append(_values_of(step))
+        self.task.before_update(at)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.method.after_step()
+        self.task.after_update(at)
         return _mean_of_parts(done)
 
 
@@ -69,39 +74,42 @@ class Stepper:
 class GraphedStepper(Stepper):
     """Replays its steps from a CUDA graph, once that has proved to pay.
 
-    Steps that ``with_metrics`` are taken as ever: what they look at is not in the graph.
+    Steps with metrics are taken as ever: what they look at is not in the graph.
     """
 
     def __post_init__(self) -> None:
         self.taken = 0
         self.decide_after = WARM_UP
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.rate = torch.zeros((), device=self.fabric.device)
+        # Numbers on the device: those on the host would be recorded as they are now.
+        device = self.fabric.device
+        self.values = ScheduledValues(self.task.schedules(), device)
+        self.rates = [torch.zeros((), device=device) for _ in self.optimizer.param_groups]
 
     def __call__(
-        self, x_s: Tensor, x_t: Tensor, rate: float, with_metrics: bool = False
+        self, inputs: Sequence[Tensor], clock: Clock, with_metrics: bool = False
     ) -> StepOutput:
-        # A number on the device: one on the host would be recorded as it is now.
-        self.rate.fill_(rate)
-        self.set_rate(self.rate)
+        rate, at = self.learning_rate(clock), self.values.at(clock)
+        for group, place in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = place.fill_(rate * group["rate_factor"])
         self.taken += 1
         if with_metrics:
-            return self.take(x_s, x_t, with_metrics)
+            return self.take(inputs, at, with_metrics)
         if self.graph is not None:
-            return self._replay(x_s, x_t)
+            return self._replay(inputs)
         if self.taken >= self.decide_after:
-            return self._decide(x_s, x_t)
-        return self.take(x_s, x_t)
+            return self._decide(inputs, at)
+        return self.take(inputs, at)
 
-    def _replay(self, x_s: Tensor, x_t: Tensor) -> StepOutput:
-        for place, view in zip(self.views, (x_s, x_t), strict=True):
-            place.copy_(view)
+    def _replay(self, inputs: Sequence[Tensor]) -> StepOutput:
+        for place, tensor in zip(self.recorded_inputs, inputs, strict=True):
+            place.copy_(tensor)
         assert self.graph is not None
         self.graph.replay()
-        values = self.values.clone()  # the next replay overwrites them
+        values = self.recorded_values.clone()  # the next replay overwrites them
         return StepOutput(values[0], dict(zip(self.terms, values[1:], strict=True)), {})
 
-    def _decide(self, x_s: Tensor, x_t: Tensor) -> StepOutput:
+    def _decide(self, inputs: Sequence[Tensor], at: Values) -> StepOutput:
         """Time a step; record one for later if launching takes too long."""
         self.decide_after = sys.maxsize
         torch.cuda.synchronize()
@@ -110,7 +118,7 @@ class GraphedStepper(Stepper):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         started = time.perf_counter()
         begin.record()
-        step = self.take(x_s, x_t)
+        step = self.take(inputs, at)
         end.record()
         launching = 1000 * (time.perf_counter() - started)
         torch.cuda.synchronize()
@@ -121,34 +129,34 @@ class GraphedStepper(Stepper):
         elif _free_memory() < MEMORY_TIMES * needed:
             decision = "a CUDA graph would help, but there is too little memory for one"
         else:
-            decision = self._try_to_record(x_s, x_t)
+            decision = self._try_to_record(inputs, at)
         self.news.append(
             f"launching a step takes {launching:.1f} ms, running it {running:.1f} ms: {decision}"
         )
         return step
 
-    def _try_to_record(self, x_s: Tensor, x_t: Tensor) -> str:
+    def _try_to_record(self, inputs: Sequence[Tensor], at: Values) -> str:
         try:
             with torch.cuda.stream(torch.cuda.current_stream()):  # to which a failure returns
-                self._record(x_s, x_t)
+                self._record(inputs, at)
         except RuntimeError as error:
             self.graph = None
             # Gradients may have been begun, in memory that is none any more.
             self.optimizer.zero_grad(set_to_none=True)
-            # While the label history fills, some kinds of it ask the device for how much there is.
+            # While a memory fills, some methods ask the device for how much there is.
             self.decide_after = 8 * self.taken
             reason = str(error).partition("\n")[0]
             return f"a CUDA graph would help, but cannot be recorded yet ({reason})"
         return "from now on steps are replayed as a CUDA graph"
 
-    def _record(self, x_s: Tensor, x_t: Tensor) -> None:
-        self.views = x_s.clone(), x_t.clone()
+    def _record(self, inputs: Sequence[Tensor], at: Values) -> None:
+        self.recorded_inputs = [tensor.clone() for tensor in inputs]
         self.graph = torch.cuda.CUDAGraph()
         # Other threads may use the GPU meanwhile, to decode images.
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
-            step = self.take(*self.views)
+            step = self.take(self.recorded_inputs, at)
             self.terms = list(step.terms)
-            self.values = torch.stack([step.loss, *step.terms.values()])
+            self.recorded_values = torch.stack([step.loss, *step.terms.values()])
 
 
 def _free_memory() -> int:
@@ -158,12 +166,17 @@ def _free_memory() -> int:
 
 
 def build_stepper(
-    fabric: Fabric, model: _FabricModule, method: Method, optimizer: Optimizer, parts: int
+    fabric: Fabric,
+    model: _FabricModule,
+    task: Task,
+    optimizer: Optimizer,
+    learning_rate: Schedule,
+    parts: int,
 ) -> Stepper:
     """One that may use CUDA graphs, where there is one GPU and nothing to talk to."""
     alone = fabric.device.type == "cuda" and fabric.world_size == 1
-    kind = GraphedStepper if alone and parts == 1 else Stepper
-    return kind(fabric, model, method, optimizer, parts)
+    kind = GraphedStepper if alone and parts == 1 and task.capturable else Stepper
+    return kind(fabric, model, task, optimizer, learning_rate, parts)
 
 
 def _values_of(step: StepOutput) -> StepOutput:

@@ -1,0 +1,158 @@
+"""Soft labels by optimal transport (paper, equations 7 to 12; step 5 of the method)."""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from xmoco.distributed import own_share
+from xmoco.losses.bank import PairedRing
+from xmoco.losses.contrast import Contrast
+from xmoco.losses.similarity import past_similarities
+from xmoco.losses.sinkhorn import column_scaling
+from xmoco.losses.streamed import can_stream, streamed_column_scaling
+
+History = Literal["queries", "probabilities", "none"]
+
+
+class SoftLabels(nn.Module):
+    """Labels Y_s from P_s and Y_t from P_t; owns the label history.
+
+    Any method that contrasts two sides over banks whose slots belong together can use it.
+
+    Args:
+        feature_size: length d of queries.
+        bank_length: negatives K of either side.
+        sharpness: λ, how closely the labels follow the similarities.
+        positive_mass: ξ, the share of a label given to the positive; 1 makes labels one-hot.
+        iterations: rounds of Sinkhorn balancing.
+        history: what joins the balancing once K of it are known, since a batch has fewer samples
+            than the banks have keys: past ``queries``, compared anew with today's bank (K·d
+            numbers a side), past ``probabilities`` as in the paper (K² a side), or ``none``.
+    """
+
+    def __init__(
+        self,
+        feature_size: int,
+        bank_length: int,
+        sharpness: float = 2.0,
+        positive_mass: float = 0.9,
+        iterations: int = 3,
+        history: History = "queries",
+    ) -> None:
+        if history not in get_args(History):
+            raise ValueError(f"history is {history!r}, expected one of {get_args(History)}")
+        if not 0 < positive_mass <= 1 or sharpness <= 0 or iterations < 1:
+            raise ValueError(
+                f"positive_mass {positive_mass} must be in (0, 1], sharpness {sharpness} above 0, "
+                f"iterations {iterations} at least 1"
+            )
+        super().__init__()
+        self.sharpness = sharpness
+        self.positive_mass = positive_mass
+        self.iterations = iterations
+        self.history_kind = history
+        widths = {"queries": feature_size, "probabilities": bank_length}
+        self.history = None if history == "none" else PairedRing(bank_length, widths[history])
+
+    @torch.no_grad()
+    def forward(self, P_s: Contrast, P_t: Contrast, plain: bool = False) -> tuple[Tensor, Tensor]:
+        """Past queries are streamed where that is possible, unless ``plain``."""
+        if not plain and self.history_kind == "queries" and can_stream(P_s.queries):
+            columns_s, columns_t = self._streamed(P_s, P_t)
+        else:
+            columns_s, columns_t = self._balanced(P_s, "source"), self._balanced(P_t, "target")
+        return self._labels(P_s.log_p, columns_s), self._labels(P_t.log_p, columns_t)
+
+    def remember(self, P_s: Contrast, P_t: Contrast) -> None:
+        """This batch joins the history."""
+        if self.history is None:
+            return
+        if self.history_kind == "queries":
+            self.history.enqueue(P_s.queries, P_t.queries)
+        else:
+            self.history.enqueue(P_s.log_p[:, 1:], P_t.log_p[:, 1:])
+
+    def _labels(self, log_p: Tensor, columns: Tensor) -> Tensor:
+        return balanced_labels(
+            log_p, columns, positive_mass=self.positive_mass, sharpness=self.sharpness
+        )
+
+    def _balanced(self, P: Contrast, side: Literal["source", "target"]) -> Tensor:
+        history = self._past(P, side)
+        return negatives_scaling(
+            P.log_p, sharpness=self.sharpness, iterations=self.iterations, history=history
+        )
+
+    def _past(self, P: Contrast, side: Literal["source", "target"]) -> Tensor | None:
+        """Past samples' log P over the negatives, this process's share; none until K are known."""
+        if self.history is None or not self.history.full:
+            return None
+        past = own_share(self.history.source if side == "source" else self.history.target)
+        if self.history_kind == "probabilities":
+            return past
+        slots = own_share(torch.arange(self.history.length, device=past.device))
+        return past_similarities(past, slots, P.bank, P.temperature)
+
+    def _streamed(self, P_s: Contrast, P_t: Contrast) -> Tensor:
+        assert self.history is not None
+        return streamed_column_scaling(
+            queries=torch.stack([P_s.queries, P_t.queries]),
+            keys=torch.stack([P_s.keys, P_t.keys]),
+            banks=torch.stack([P_s.bank, P_t.bank]),
+            past=torch.stack([own_share(self.history.source), own_share(self.history.target)]),
+            past_slots=own_share(torch.arange(self.history.length, device=P_s.bank.device)),
+            past_counts=self.history.enqueued >= self.history.length,
+            temperature=P_s.temperature,
+            sharpness=self.sharpness,
+            iterations=self.iterations,
+        )
+
+
+@torch.no_grad()
+def soft_labels(
+    log_probabilities: Tensor,
+    *,
+    positive_mass: float,
+    sharpness: float,
+    iterations: int,
+    history: Tensor | None = None,
+) -> Tensor:
+    """Labels Y of shape (N, 1+K): column 0 is ξ, rows sum to one, and over all samples every
+    negative gets the same total.
+
+    ``log_probabilities`` (N, 1+K) are this batch's crossed similarities. ``history`` (M, K) are
+    log probabilities of past samples over the negatives: with fewer samples than negatives the
+    equal totals are out of reach, so past samples take part in the balancing, but get no labels.
+    """
+    columns = negatives_scaling(
+        log_probabilities, sharpness=sharpness, iterations=iterations, history=history
+    )
+    return balanced_labels(
+        log_probabilities, columns, positive_mass=positive_mass, sharpness=sharpness
+    )
+
+
+@torch.no_grad()
+def negatives_scaling(
+    log_probabilities: Tensor, *, sharpness: float, iterations: int, history: Tensor | None = None
+) -> Tensor:
+    """log β of the negatives, shape (K,), that gives each the same total.
+
+    The kernel is P^λ with P's own normalisation: λ·S/τ alone has the same limit, but after few
+    rounds it is another plan, since negatives are balanced first and then weigh samples
+    differently.
+    """
+    negatives = log_probabilities[:, 1:]
+    rows = negatives.clone() if history is None else torch.cat([negatives, history])
+    return column_scaling(rows.mul_(sharpness), iterations)
+
+
+@torch.no_grad()
+def balanced_labels(
+    log_probabilities: Tensor, columns: Tensor, *, positive_mass: float, sharpness: float
+) -> Tensor:
+    """Labels from the scaling log β of the negatives, shape (K,), that balances them."""
+    shares = (sharpness * log_probabilities[:, 1:] + columns).softmax(dim=1)
+    positive = torch.full_like(shares[:, :1], positive_mass)
+    return torch.cat([positive, (1 - positive_mass) * shares], dim=1)

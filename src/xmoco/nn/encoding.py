@@ -1,0 +1,162 @@
+"""How encoders are run, the same for every method: a method says what is to be encoded.
+
+On a GPU the views of an image go through an encoder stacked into one batch, with statistics of
+their own, and batch norms take additions and ReLUs along. On a CPU two encoders run at once, each
+on half of the cores. Keys are encoded in other batch-norm company than queries (nn/batchnorm.py).
+"""
+
+from collections.abc import Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from xmoco.config import ModelConfig
+from xmoco.errors import UserError
+from xmoco.nn.batchnorm import (
+    keys_in_other_processes,
+    keys_in_split_groups,
+    split_statistics,
+    stack_views,
+    unknown_norms,
+)
+from xmoco.nn.blocks import fuse_norms
+from xmoco.nn.two_threads import both, has_halves, with_parallel_backward
+
+
+def resolve_batch_norm(
+    model: ModelConfig, *, processes: int, device: str, images_per_forward: int, hide_keys: bool
+) -> ModelConfig:
+    """``auto`` becomes what suits the method and the number of processes; what cannot work is a
+    ``UserError``. ``hide_keys``: whether statistics could tell a query which key is its own."""
+    if images_per_forward < 2:
+        raise UserError("batch norm needs at least two images at once: raise batch.")
+    choice = model.batch_norm
+    if choice == "auto":
+        if hide_keys:
+            choice = "shuffled" if processes > 1 else "split"
+        else:
+            choice = "synchronised" if processes > 1 and device == "cuda" else "plain"
+    if choice == "shuffled" and processes == 1:
+        raise UserError(
+            "batch_norm=shuffled swaps keys between processes, and there is one; "
+            "use batch_norm=split, or more devices."
+        )
+    if choice == "synchronised" and device != "cuda":
+        raise UserError("batch_norm=synchronised needs CUDA; use batch_norm=split or shuffled.")
+    if choice == "split" and (
+        images_per_forward % model.batch_norm_groups
+        or images_per_forward // model.batch_norm_groups < 2
+    ):
+        raise UserError(
+            f"batch_norm=split needs equal groups of at least two: {images_per_forward} images "
+            f"per process do not make {model.batch_norm_groups}; change batch, batch_norm_groups, "
+            "or use batch_norm=plain."
+        )
+    return model.model_copy(update={"batch_norm": choice})
+
+
+def describe_batch_norm(model: ModelConfig) -> str:
+    """The choice, in words, for the start of a run."""
+    return {
+        "plain": "plain (statistics over a process's batch)",
+        "split": f"split into {model.batch_norm_groups} groups, keys regrouped",
+        "shuffled": "keys shuffled between processes",
+        "synchronised": "synchronised over all processes",
+    }[model.batch_norm]
+
+
+class EncoderRunner:
+    """Runs a method's encoders by one batch-norm policy and in the way that suits the device."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.batch_norm = model.batch_norm
+        self.groups = model.batch_norm_groups
+        self.stacked: dict[nn.Module, int] = {}
+        """Encoders prepared for stacked views, and for how many at present."""
+        self.two_threads = False
+        self.notes: list[str] = []
+        """What could not be done in the fast way, and why."""
+
+    def prepare(self, encoder: nn.Module) -> None:
+        """Give ``encoder`` the statistics of the policy, in place."""
+        if self.batch_norm == "split":
+            split_statistics(encoder, self.groups)
+            if others := unknown_norms(encoder):
+                self.notes.append(
+                    f"batch norm is not split in {others[0]}: only plain layers of PyTorch can be"
+                )
+        elif self.batch_norm == "synchronised":
+            nn.SyncBatchNorm.convert_sync_batchnorm(encoder)
+
+    def optimize_for(self, device: torch.device, *encoders: nn.Module) -> None:
+        """Change what the device would rather have otherwise; what is computed stays the same."""
+        if device.type == "cpu":
+            self.two_threads = has_halves()
+        if device.type != "cuda" or self.batch_norm == "synchronised":
+            return
+        others = [name for encoder in encoders for name in unknown_norms(encoder)]
+        if others:
+            self.notes.append(
+                f"views go through the encoder one by one: {others[0]} has statistics of its own"
+            )
+            return
+        for encoder in encoders:
+            self._stack(encoder, views=1)
+            fuse_norms(encoder)
+
+    def encode(self, encoder: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
+        """Features of every view, with gradients; the views may be of several sizes."""
+        features = self._each(encoder, views)
+        if self.two_threads and len(views) == 2 and torch.is_grad_enabled():
+            return self._parallel_backward(encoder, features)
+        return features
+
+    @torch.no_grad()
+    def encode_keys(self, encoder: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
+        """The same without gradients, in batch-norm company other than that of ``encode``."""
+        return self._each(encoder, views, keys=True)
+
+    def queries_and_keys(
+        self, encoder: nn.Module, momentum_encoder: nn.Module, views: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Features of every view by f and by g."""
+        if not self.two_threads:
+            return self.encode(encoder, views), self.encode_keys(momentum_encoder, views)
+        queries, keys = both(
+            lambda: self._each(encoder, views), lambda: self.encode_keys(momentum_encoder, views)
+        )
+        if len(views) == 2 and torch.is_grad_enabled():
+            queries = self._parallel_backward(encoder, queries)
+        return queries, keys
+
+    def _each(
+        self, encoder: nn.Module, views: Sequence[Tensor], keys: bool = False
+    ) -> list[Tensor]:
+        if encoder not in self.stacked:
+            return [self._pass(encoder, view, 1, keys) for view in views]
+        features: list[Tensor] = []
+        for _, alike in groupby(views, key=lambda view: view.shape):
+            together = list(alike)
+            self._stack(encoder, views=len(together))
+            pixels = torch.cat(together) if len(together) > 1 else together[0]
+            features += self._pass(encoder, pixels, len(together), keys).chunk(len(together))
+        return features
+
+    def _stack(self, encoder: nn.Module, views: int) -> None:
+        if self.stacked.get(encoder) != views:
+            stack_views(encoder, views)
+            self.stacked[encoder] = views
+
+    def _pass(self, encoder: nn.Module, images: Tensor, views: int, keys: bool) -> Tensor:
+        if keys and self.batch_norm == "split":
+            return keys_in_split_groups(encoder, images, self.groups, views)
+        if keys and self.batch_norm == "shuffled":
+            return keys_in_other_processes(encoder, images, views)
+        features: Tensor = encoder(images)
+        return features
+
+    def _parallel_backward(self, encoder: nn.Module, features: list[Tensor]) -> list[Tensor]:
+        first, second = features
+        learned = [p for p in encoder.parameters() if p.requires_grad]
+        return list(with_parallel_backward((first, second), learned))

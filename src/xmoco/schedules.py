@@ -1,0 +1,123 @@
+"""Schedules: pure functions of the step, so that resuming or replaying needs no state."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Value = float | Tensor
+"""A scheduled number. One that changes is a tensor where a replayed CUDA graph must see it."""
+
+
+class Clock(NamedTuple):
+    """Where training stands: ``step`` steps are done."""
+
+    step: int
+    total_steps: int
+    steps_per_epoch: int
+
+    @property
+    def epoch(self) -> float:
+        return self.step / self.steps_per_epoch
+
+    @property
+    def done(self) -> float:
+        """The share of all steps, from 0 to 1."""
+        return self.step / self.total_steps
+
+
+Schedule = Callable[[Clock], float]
+
+
+@dataclass(frozen=True)
+class Constant:
+    value: float
+
+    def __call__(self, clock: Clock) -> float:
+        return self.value
+
+
+@dataclass(frozen=True)
+class HalfCosine:
+    """From ``start`` to ``end`` along a half cosine over all of training."""
+
+    start: float
+    end: float
+
+    def __call__(self, clock: Clock) -> float:
+        return self.end - (self.end - self.start) * 0.5 * (1 + math.cos(math.pi * clock.done))
+
+
+@dataclass(frozen=True)
+class LinearRise:
+    """From 0 to ``value`` over the first epochs."""
+
+    value: float
+    epochs: float
+
+    def __call__(self, clock: Clock) -> float:
+        return self.value * min(1.0, clock.epoch / self.epochs)
+
+
+@dataclass(frozen=True)
+class FromEpoch:
+    """0 before an epoch, 1 from it on."""
+
+    epoch: float
+
+    def __call__(self, clock: Clock) -> float:
+        return float(clock.epoch >= self.epoch)
+
+
+@dataclass(frozen=True)
+class WarmupCosine:
+    """The learning rate: a linear warm-up, then a cosine from ``peak`` down to ``offset · peak``.
+
+    The paper's "cosine scheduler with coefficient 0.5 and offset 0.1":
+    lr0 · (offset + (1 − offset) · 0.5 · (1 + cos π t/T)).
+    """
+
+    peak: float
+    offset: float
+    warmup_epochs: float
+
+    def __call__(self, clock: Clock) -> float:
+        warmup_steps = round(self.warmup_epochs * clock.steps_per_epoch)
+        if clock.step < warmup_steps:
+            return self.peak * (clock.step + 1) / warmup_steps
+        done = (clock.step - warmup_steps) / max(1, clock.total_steps - warmup_steps)
+        return self.peak * (self.offset + (1 - self.offset) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def rising(start: float, end: float | None) -> Schedule:
+    """Constant where there is no other ``end``."""
+    return Constant(start) if end is None or end == start else HalfCosine(start, end)
+
+
+class ScheduledValues:
+    """The values of schedules at a step.
+
+    With a ``device``, those that change are numbers there, each always in the same place, so that a
+    replayed CUDA graph reads today's.
+    """
+
+    def __init__(
+        self, schedules: Mapping[str, Schedule], device: torch.device | None = None
+    ) -> None:
+        self.schedules = schedules
+        self.places = {
+            name: torch.zeros((), dtype=torch.float64, device=device)
+            for name, schedule in schedules.items()
+            if device is not None and not isinstance(schedule, Constant)
+        }
+
+    def at(self, clock: Clock) -> dict[str, Value]:
+        values: dict[str, Value] = {}
+        for name, schedule in self.schedules.items():
+            number = schedule(clock)
+            place = self.places.get(name)
+            values[name] = number if place is None else place.fill_(number)
+        return values

@@ -1,0 +1,122 @@
+"""Optimisers by their settings. Every rate is a multiple of the one scheduled rate."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from xmoco.config import AdamWConfig, LARSConfig, OptimConfig, SGDConfig
+from xmoco.task import ParamGroup
+
+
+def build_optimizer(
+    settings: OptimConfig, groups: Sequence[ParamGroup], device: torch.device
+) -> Optimizer:
+    """Each group has a ``rate_factor``, by which the loop multiplies the scheduled rate."""
+    parts = _with_decay(groups, settings)
+    fused = device.type in ("cpu", "cuda")
+    match settings:
+        case SGDConfig():
+            return torch.optim.SGD(
+                parts,
+                settings.learning_rate,
+                momentum=settings.sgd_momentum,
+                nesterov=settings.nesterov,
+                fused=fused,
+            )
+        case LARSConfig():
+            return LARS(
+                parts,
+                settings.learning_rate,
+                momentum=settings.sgd_momentum,
+                trust=settings.trust,
+            )
+        case AdamWConfig():
+            return torch.optim.AdamW(
+                parts,
+                settings.learning_rate,
+                betas=settings.betas,
+                fused=fused,
+                capturable=device.type == "cuda",
+            )
+
+
+def _with_decay(groups: Sequence[ParamGroup], settings: OptimConfig) -> list[dict[str, Any]]:
+    """The groups, cut in two where norms and biases (tensors of one dimension) do not decay.
+
+    LARS leaves those alone in any case, and wants them apart.
+    """
+    apart = not settings.decay_norms_and_biases or isinstance(settings, LARSConfig)
+    parts: list[dict[str, Any]] = []
+    for parameters, factor in groups:
+        matrices = [p for p in parameters if p.ndim > 1 or not apart]
+        vectors = [p for p in parameters if p.ndim <= 1 and apart]
+        vector_decay = settings.weight_decay if settings.decay_norms_and_biases else 0.0
+        for members, decay, adapt in (
+            (matrices, settings.weight_decay, True),
+            (vectors, vector_decay, False),
+        ):
+            if members:
+                part = {"params": members, "weight_decay": decay, "rate_factor": factor}
+                parts.append(part | ({"adapt": adapt} if isinstance(settings, LARSConfig) else {}))
+    return parts
+
+
+class LARS(Optimizer):
+    """SGD with momentum whose step for every layer is a share of the layer's own length.
+
+    In a group that adapts, the decayed gradient g + w·p of a layer is multiplied with
+    ``trust`` · ‖p‖ / ‖g + w·p‖ (1 where either is 0) before it enters the momentum, as in Barlow
+    Twins' and MoCo v3's programs. Rates may be numbers on the device, for CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]] | Iterable[Tensor],
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust: float = 0.001,
+        adapt: bool = True,
+    ) -> None:
+        defaults = {
+            "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust,
+            "adapt": adapt,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            weights: list[Tensor] = [p for p in group["params"] if p.grad is not None]
+            if not weights:
+                continue
+            gradients = [cast(Tensor, p.grad) for p in weights]
+            decay = torch._foreach_mul(weights, group["weight_decay"])
+            steps = list(torch._foreach_add(gradients, list(decay)))
+            if group["adapt"]:
+                torch._foreach_mul_(steps, self._shares(weights, steps, group["trust"]))
+            buffers = []
+            for weight in weights:
+                state = self.state[weight]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(weight)
+                buffers.append(state["momentum_buffer"])
+            torch._foreach_mul_(buffers, group["momentum"])
+            torch._foreach_add_(buffers, steps)
+            torch._foreach_sub_(weights, torch._foreach_mul(buffers, group["lr"]))
+        return loss
+
+    @staticmethod
+    def _shares(weights: list[Tensor], steps: list[Tensor], trust: float) -> list[Tensor]:
+        lengths, gradients = torch._foreach_norm(weights), torch._foreach_norm(steps)
+        return [
+            torch.where((length > 0) & (gradient > 0), trust * length / gradient, 1.0)
+            for length, gradient in zip(lengths, gradients, strict=True)
+        ]
