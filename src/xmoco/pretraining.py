@@ -154,18 +154,7 @@ def _run(
     assert images is not None
     broken = Unreadable(0 if test is None else len(test))
     with console.status(f"reading {images.name}"):
-        batches = Batches(
-            images,
-            batch=config.train.batch,
-            seed=config.train.seed,
-            device=fabric.device,
-            rank=fabric.global_rank,
-            processes=fabric.world_size,
-            parts=config.train.accumulate,
-            readers=config.run.readers,
-            preload_gib=config.data.preload_gib,
-            known_unreadable=RunFolder(path).unreadable(),
-        )
+        batches = _batches(config, fabric, images, RunFolder(path).unreadable())
         kept = None if test is None else _kept(test, config, fabric.device, broken)
 
     run = _on_first(fabric, lambda: RunFolder(path) if resume else RunFolder.create(path, config))
@@ -196,6 +185,41 @@ def _run(
         return _on_first(fabric, lambda: _finish(config, training, method, monitor))
     finally:
         run.unlock()
+
+
+def prepare_training(
+    config: Config,
+    fabric: Fabric,
+    images: ImageSet,
+    run: RunFolder,
+    build: Callable[[Config], Method] = build_method,
+) -> Training:
+    """A training at its start, for programs that take the steps themselves."""
+    here = config.model_copy(update={"model": _model_here(config, fabric)})
+    torch.manual_seed(config.train.seed)
+    method, batches = build(here), _batches(config, fabric, images)
+    plan = _plan(config, batches.steps_per_epoch)
+    return Training(plan, fabric, method, batches, run, identity={})
+
+
+def _batches(
+    config: Config,
+    fabric: Fabric,
+    images: ImageSet,
+    known_unreadable: Iterable[tuple[str, str]] = (),
+) -> Batches:
+    return Batches(
+        images,
+        batch=config.train.batch,
+        seed=config.train.seed,
+        device=fabric.device,
+        rank=fabric.global_rank,
+        processes=fabric.world_size,
+        parts=config.train.accumulate,
+        readers=config.run.readers,
+        preload_gib=config.data.preload_gib,
+        known_unreadable=known_unreadable,
+    )
 
 
 def _model_here(config: Config, fabric: Fabric) -> ModelConfig:
