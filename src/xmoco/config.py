@@ -142,6 +142,14 @@ class AugmentationConfig(Section):
         return side
 
 
+class WeakAugmentationConfig(AugmentationConfig):
+    """Views that differ from their image by crop and flip only, where a method wants such."""
+
+    jitter: Probability = Field(0.0, description="Chance of colour jitter.")
+    grey: Probability = Field(0.0, description="Chance of turning grey.")
+    blur: Probability = Field(0.0, description="Chance of Gaussian blur.")
+
+
 Backbone = Literal[
     "tiny",
     "resnet18",
@@ -191,6 +199,17 @@ class MoCoConfig(MomentumEncoderConfig):
 
     bank_length: int = Field(4096, ge=2, description="Keys K kept in each bank.")
     temperature: float = Field(0.2, gt=0, description="τ: divides similarities before the softmax.")
+    weak_keys: bool = Field(
+        False,
+        description="Keys are of two more views of an image, made by `weak_views`; not in the "
+        "paper.",
+    )
+    predictor_hidden: int = Field(
+        0,
+        ge=0,
+        description="Width of a predictor's hidden layer between queries and keys; 0: none, as in "
+        "the paper.",
+    )
 
 
 class XMoCoConfig(MoCoConfig):
@@ -215,6 +234,11 @@ class XMoCoConfig(MoCoConfig):
     )
     consistency_warmup_epochs: float = Field(
         0.0, ge=0, description="Epochs over which that weight rises linearly from 0."
+    )
+    teacher: Literal["queries", "keys"] = Field(
+        "queries",
+        description="Whose similarities labels and consistency targets are made of: `queries` as "
+        "in the paper, or the momentum encoder's `keys`.",
     )
 
 
@@ -373,6 +397,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     input: InputConfig = InputConfig()
     views: AugmentationConfig = AugmentationConfig()
+    weak_views: WeakAugmentationConfig = WeakAugmentationConfig()
     model: ModelConfig = ModelConfig()
     method: Annotated[MethodConfig, Field(discriminator="name")] = XMoCoConfig()
     optim: Annotated[OptimConfig, Field(discriminator="name")] = SGDConfig()

@@ -1,5 +1,7 @@
 """The loss of XMoCo (paper, equation 13) as a module for any training loop."""
 
+from typing import Literal, get_args
+
 import torch
 from torch import Tensor, nn
 
@@ -7,6 +9,8 @@ from xmoco.losses.bank import KeyBanks
 from xmoco.losses.consistency import consistency
 from xmoco.losses.contrast import Contrast, checked_temperature, crossed
 from xmoco.losses.soft_labels import History, SoftLabels
+
+Teacher = Literal["queries", "keys"]
 
 
 class XMoCoLoss(nn.Module):
@@ -29,6 +33,8 @@ class XMoCoLoss(nn.Module):
         sharpness, positive_mass, iterations, history: of the soft labels, see ``SoftLabels``.
         label_weight: share of the soft labels, the rest being one-hot: at 0 they are InfoNCE's.
         consistency_weight: of the consistency terms; 0 leaves them out.
+        teacher: whose similarities labels and consistency are told by: those of the ``queries``, as
+            in the paper, or of the ``keys`` to the other keys.
     """
 
     # The reference, for tests and benchmarks: autograd, over matrices that are all in memory.
@@ -45,8 +51,11 @@ class XMoCoLoss(nn.Module):
         history: History = "queries",
         label_weight: float = 1.0,
         consistency_weight: float = 1.0,
+        teacher: Teacher = "queries",
     ) -> None:
         super().__init__()
+        if teacher not in get_args(Teacher):
+            raise ValueError(f"teacher is {teacher!r}, expected one of {get_args(Teacher)}")
         if not 0 <= label_weight <= 1 or consistency_weight < 0:
             raise ValueError(
                 f"label_weight {label_weight} must be from 0 to 1, "
@@ -54,6 +63,7 @@ class XMoCoLoss(nn.Module):
             )
         self.temperature = checked_temperature(temperature)
         self.label_weight = label_weight
+        self.teacher = teacher
         self.consistency_weight = consistency_weight
         self.banks = KeyBanks(bank_length, feature_size)
         # One-hot labels of weight 1−w beside soft ones of weight w are soft ones of a larger ξ.
@@ -73,9 +83,11 @@ class XMoCoLoss(nn.Module):
         A term is named after the side that tells: ``labels_source`` is CE(Y_s, P_t).
         """
         P_s, P_t = self.similarities(q_s, q_t, k_s, k_t)
-        loss, terms = self.cross_entropies(P_s, P_t, *self.labels(P_s, P_t))
+        T_s, T_t = self.teachers(P_s, P_t)
+        Y_s, Y_t = self.labels(T_s, T_t)
+        loss, terms = self.cross_entropies(P_s, P_t, T_s, T_t, Y_s, Y_t)
         if self.training:
-            self.remember(P_s, P_t)
+            self.remember(T_s, T_t)
         return loss, terms
 
     def similarities(
@@ -84,14 +96,24 @@ class XMoCoLoss(nn.Module):
         """P_s and P_t (step 4)."""
         return crossed(q_s, q_t, k_s, k_t, self.banks, self.temperature, self.plain)
 
-    def labels(self, P_s: Contrast, P_t: Contrast) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Soft labels Y_s from P_s and Y_t from P_t (step 5); none where they are one-hot."""
-        return (None, None) if self.soft_labels is None else self.soft_labels(P_s, P_t, self.plain)
+    def teachers(self, P_s: Contrast, P_t: Contrast) -> tuple[Contrast, Contrast]:
+        """What labels and consistency are made from: P themselves, or the keys' similarities."""
+        if self.teacher == "queries":
+            return P_s, P_t
+        k_s, k_t = P_t.keys, P_s.keys  # source queries met target keys
+        with torch.no_grad():
+            return crossed(k_s, k_t, k_s, k_t, self.banks, self.temperature)
+
+    def labels(self, T_s: Contrast, T_t: Contrast) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Soft labels Y_s from T_s and Y_t from T_t (step 5); none where they are one-hot."""
+        return (None, None) if self.soft_labels is None else self.soft_labels(T_s, T_t, self.plain)
 
     def cross_entropies(
         self,
         P_s: Contrast,
         P_t: Contrast,
+        T_s: Contrast,
+        T_t: Contrast,
         Y_s: Tensor | None,
         Y_t: Tensor | None,
         consistency_weight: float | Tensor | None = None,
@@ -107,15 +129,15 @@ class XMoCoLoss(nn.Module):
         }
         parts = list(terms.values())
         if isinstance(weight, Tensor) or weight > 0:
-            agreement = consistency(P_s, P_t)
+            agreement = consistency(P_s, P_t, T_s, T_t)
             terms |= agreement
             if isinstance(weight, Tensor):
                 weight = weight.to(parts[0].dtype)
             parts += [weight * term for term in agreement.values()]
         return torch.stack(parts).sum(), terms
 
-    def remember(self, P_s: Contrast, P_t: Contrast) -> None:
+    def remember(self, T_s: Contrast, T_t: Contrast) -> None:
         """The keys enter the banks, and the history moves on (step 7)."""
-        self.banks.enqueue(P_t.keys, P_s.keys)  # source queries met target keys
+        self.banks.enqueue(T_t.keys, T_s.keys)  # source queries met target keys
         if self.soft_labels is not None:
-            self.soft_labels.remember(P_s, P_t)
+            self.soft_labels.remember(T_s, T_t)

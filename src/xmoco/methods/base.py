@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from xmoco.config import Config, MomentumEncoderConfig
+from xmoco.config import Config, MoCoConfig, MomentumEncoderConfig
 from xmoco.data.streaming import Batch
 from xmoco.data.views import ViewGroup, views_of
 from xmoco.losses.bank import KeyBanks
 from xmoco.nn.encoder import Encoder, build_encoder, momentum_copy, momentum_update
 from xmoco.nn.encoding import EncoderRunner
+from xmoco.nn.heads import mlp_head
 from xmoco.schedules import Schedule, rising
 from xmoco.task import Moment, StepOutput, Task, Values
 
@@ -76,9 +78,11 @@ class MomentumMethod(Method):
     def optimize_for(self, device: torch.device) -> None:
         self.run.optimize_for(device, self.encoder, self.momentum_encoder)
 
-    def queries_and_keys(self, views: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """Features of every view, by f and by g."""
-        return self.run.queries_and_keys(self.encoder, self.momentum_encoder, views)
+    def queries_and_keys(
+        self, views: Sequence[Tensor], key_views: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Features of views by f, and of others or the same by g."""
+        return self.run.queries_and_keys(self.encoder, self.momentum_encoder, views, key_views)
 
     def after_update(self, at: Values) -> None:
         momentum_update(self.momentum_encoder, self.encoder, at["key_momentum"])
@@ -89,13 +93,37 @@ class BankMethod(MomentumMethod):
 
     hides_keys = True
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        assert isinstance(config.method, MoCoConfig)
+        size, hidden = config.model.feature_size, config.method.predictor_hidden
+        self.predictor = mlp_head(size, hidden, size, layers=2) if hidden else None
+        if self.predictor is not None:
+            self.run.prepare(self.predictor)
+
     @property
     @abstractmethod
     def banks(self) -> KeyBanks: ...
 
     @staticmethod
     def view_groups(config: Config) -> tuple[ViewGroup, ...]:
-        return (ViewGroup(("source view", "target view"), config.views, config.input),)
+        """Source and target; with weak keys, two weak views more."""
+        settings, sides = config.method, ("source view", "target view")
+        assert isinstance(settings, MoCoConfig)
+        strong = ViewGroup(sides, config.views, config.input)
+        if not settings.weak_keys:
+            return (strong,)
+        weak = (f"weak {sides[0]}", f"weak {sides[1]}")
+        return strong, ViewGroup(weak, config.weak_views, config.input)
+
+    def contrasted(self, views: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """(q_s, q_t) and (k_s, k_t) of unit length: keys of the last two views, be they weak ones
+        or those of the queries."""
+        queries, keys = self.queries_and_keys(views[:2], views[-2:])
+        if self.predictor is not None:
+            predicted = self.run.encode(self.predictor, queries)
+            queries = [F.normalize(features.float(), dim=1) for features in predicted]
+        return queries, keys
 
     def reference_levels(self) -> dict[str, float]:
         """The cross entropy of a guess among the positive and the keys of a bank."""

@@ -25,7 +25,7 @@ class BYOL(MomentumMethod):
     def forward(
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
     ) -> StepOutput:
-        (q_s, q_t), (k_s, k_t) = self.queries_and_keys(views)
+        (q_s, q_t), (k_s, k_t) = self.queries_and_keys(views, views)
         p_s, p_t = self.run.encode(self.predictor, (q_s, q_t))
         terms = {"source": prediction_loss(p_s, k_t), "target": prediction_loss(p_t, k_s)}
         metrics = feature_metrics(nn.functional.normalize(q_s)) if with_metrics else {}

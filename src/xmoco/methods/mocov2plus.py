@@ -29,7 +29,7 @@ class MoCoV2Plus(BankMethod):
     def forward(
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
     ) -> StepOutput:
-        (q_s, q_t), (k_s, k_t) = self.queries_and_keys(views)
+        (q_s, q_t), (k_s, k_t) = self.contrasted(views)
         P_s, P_t = self.loss.similarities(q_s, q_t, k_s, k_t)
         terms = symmetric_infonce(P_s, P_t)
         metrics = {}

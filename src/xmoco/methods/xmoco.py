@@ -33,6 +33,7 @@ class XMoCo(BankMethod):
             iterations=settings.sinkhorn_iterations,
             history=settings.history,
             label_weight=settings.label_weight,
+            teacher=settings.teacher,
         )
         super().__init__(config)
         self.loss = loss
@@ -49,18 +50,19 @@ class XMoCo(BankMethod):
     def forward(
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
     ) -> StepOutput:
-        # 1. Two random views of every image: source and target.
-        x_s, x_t = views
+        # 1. Two random views of every image come in: source and target.
         # 2. The encoder f gives queries; the momentum encoder g gives keys, without gradient.
-        (q_s, q_t), (k_s, k_t) = self.queries_and_keys((x_s, x_t))
+        (q_s, q_t), (k_s, k_t) = self.contrasted(views)
         # 3. Two banks hold the last K keys of either side; slot j of both is the same image.
         # 4. P_s = softmax([q_s·k_t | q_s·B_t] / τ) and P_t = softmax([q_t·k_s | q_t·B_s] / τ).
         P_s, P_t = self.loss.similarities(q_s, q_t, k_s, k_t)
-        # 5. Soft labels: Y_s from P_s, Y_t from P_t, balanced over the banks by Sinkhorn.
-        Y_s, Y_t = self.loss.labels(P_s, P_t)
+        # 5. Soft labels: Y_s from P_s, Y_t from P_t, balanced over the banks by Sinkhorn. (T is P,
+        #    unless the keys are to be the teacher.)
+        T_s, T_t = self.loss.teachers(P_s, P_t)
+        Y_s, Y_t = self.loss.labels(T_s, T_t)
         # 6. CE(Y_s, P_t) + CE(Y_t, P_s) + w·(CE(sg P_s, P_t) + CE(sg P_t, P_s)); w = 1.
         w = at["consistency_weight"]
-        loss, terms = self.loss.cross_entropies(P_s, P_t, Y_s, Y_t, w)
+        loss, terms = self.loss.cross_entropies(P_s, P_t, T_s, T_t, Y_s, Y_t, w)
         metrics = {}
         if with_metrics:
             metrics = feature_metrics(q_s) | similarity_metrics(P_s.log_p, P_t.log_p)
@@ -68,7 +70,7 @@ class XMoCo(BankMethod):
                 metrics |= label_metrics(Y_s, Y_t)
         # 7. The keys enter both banks, oldest out; they are not needed before the next step.
         if self.training:
-            self.loss.remember(P_s, P_t)
+            self.loss.remember(T_s, T_t)
         return StepOutput(loss, terms, metrics)
 
     def after_update(self, at: Values) -> None:

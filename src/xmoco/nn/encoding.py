@@ -107,10 +107,7 @@ class EncoderRunner:
 
     def encode(self, encoder: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
         """Features of every view, with gradients; the views may be of several sizes."""
-        features = self._each(encoder, views)
-        if self.two_threads and len(views) == 2 and torch.is_grad_enabled():
-            return self._parallel_backward(encoder, features)
-        return features
+        return self._parallel_backward(encoder, views, self._each(encoder, views))
 
     @torch.no_grad()
     def encode_keys(self, encoder: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
@@ -118,17 +115,20 @@ class EncoderRunner:
         return self._each(encoder, views, keys=True)
 
     def queries_and_keys(
-        self, encoder: nn.Module, momentum_encoder: nn.Module, views: Sequence[Tensor]
+        self,
+        encoder: nn.Module,
+        momentum_encoder: nn.Module,
+        views: Sequence[Tensor],
+        key_views: Sequence[Tensor],
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Features of every view by f and by g."""
+        """Features of views by f and of others, or the same, by g."""
         if not self.two_threads:
-            return self.encode(encoder, views), self.encode_keys(momentum_encoder, views)
+            return self.encode(encoder, views), self.encode_keys(momentum_encoder, key_views)
         queries, keys = both(
-            lambda: self._each(encoder, views), lambda: self.encode_keys(momentum_encoder, views)
+            lambda: self._each(encoder, views),
+            lambda: self.encode_keys(momentum_encoder, key_views),
         )
-        if len(views) == 2 and torch.is_grad_enabled():
-            queries = self._parallel_backward(encoder, queries)
-        return queries, keys
+        return self._parallel_backward(encoder, views, queries), keys
 
     def _each(
         self, encoder: nn.Module, views: Sequence[Tensor], keys: bool = False
@@ -156,7 +156,13 @@ class EncoderRunner:
         features: Tensor = encoder(images)
         return features
 
-    def _parallel_backward(self, encoder: nn.Module, features: list[Tensor]) -> list[Tensor]:
+    def _parallel_backward(
+        self, encoder: nn.Module, views: Sequence[Tensor], features: list[Tensor]
+    ) -> list[Tensor]:
+        """On a CPU the ways back of two views run at once, if they end in the encoder."""
+        further = any(view.requires_grad for view in views)
+        if not self.two_threads or len(views) != 2 or further or not torch.is_grad_enabled():
+            return features
         first, second = features
         learned = [p for p in encoder.parameters() if p.requires_grad]
         return list(with_parallel_backward((first, second), learned))
