@@ -18,7 +18,7 @@ from xmoco.config import Config, ModelConfig
 from xmoco.data import Batches, ImageSet, Unreadable, open_images
 from xmoco.data.batches import preload
 from xmoco.data.fingerprint import fingerprint
-from xmoco.data.sources import is_path
+from xmoco.data.sources import is_path, source_name
 from xmoco.data.subset import at_most
 from xmoco.errors import UserError
 from xmoco.evaluate.monitor import Monitor
@@ -289,12 +289,8 @@ def _kept(test: ImageSet, config: Config, device: torch.device, broken: Unreadab
 
 def work_name(config: Config) -> str:
     """What was done, for records: runs of the same work compare."""
-    return f"{source_name(config)}-{config.model.backbone}-{config.train.epochs}ep"
-
-
-def source_name(config: Config) -> str:
-    name = Path(config.data.source).name.lower().removeprefix("torchvision:")
-    return name.partition(".")[0] or "images"
+    source = source_name(config.data.source)
+    return f"{source}-{config.model.backbone}-{config.train.epochs}ep"
 
 
 def _share(config: Config, processes: int) -> int:
@@ -312,7 +308,7 @@ def _free_path(folder: Path | None, config: Config) -> Path:
     if folder is not None:
         RunFolder.refuse_existing(folder)
         return folder
-    name = f"{source_name(config)}-{config.method.name}"
+    name = f"{source_name(config.data.source)}-{config.method.name}"
     numbers = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
     return next(path for n in numbers if not (path := Path("runs") / f"{name}{n}").exists())
 

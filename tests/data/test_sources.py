@@ -22,9 +22,12 @@ from xmoco.config import DataConfig
 from xmoco.data import trees
 from xmoco.data.decode import UnreadableImage
 from xmoco.data.layout import labels_of, split_folders, train_classes
-from xmoco.data.sources import ArrayImages, ImageSet, open_images
+from xmoco.data.sources import ArrayImages, ImageSet, open_images, set_name, source_name
 from xmoco.data.torchvision_sets import SPLIT_ARGUMENTS
 from xmoco.errors import UserError
+from xmoco.evaluate import evaluation
+from xmoco.pretraining import work_name
+from xmoco.settings import load_config
 
 
 def png(colour: int) -> bytes:
@@ -600,3 +603,55 @@ def test_unknown_torchvision_sets_name_the_nearest(tmp_path: Path) -> None:
         opened("torchvision:CIFAR", root=str(tmp_path))
     with pytest.raises(UserError, match=r"known are CIFAR10, .*\.$"):
         opened("torchvision:xyz", root=str(tmp_path))
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("my.photos.tar", "my.photos"),
+        ("My.Photos.TAR.XZ", "my.photos"),
+        ("cifar10-q92.tar.xz", "cifar10-q92"),
+        ("pets.tar.gz", "pets"),
+        ("pets.tgz", "pets"),
+        ("pets.tbz2", "pets"),
+        ("v1.2", "v1.2"),
+        ("tar", "tar"),
+    ],
+)
+def test_archives_are_called_without_their_ending(file: str, name: str, tmp_path: Path) -> None:
+    assert source_name(tmp_path / file) == name  # whether or not it is there
+    (tmp_path / file).touch()
+    assert source_name(str(tmp_path / file)) == name
+
+
+@pytest.mark.parametrize("name", ["Set.v2", "photos.tar", "two words"])
+def test_folders_are_called_as_they_are(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / name).mkdir()
+    assert set_name(tmp_path / name) == set_name(f"{tmp_path / name}/") == name
+    monkeypatch.chdir(tmp_path / name)
+    assert source_name(".") == name.lower()
+    monkeypatch.setenv("HOME", str(tmp_path / name))
+    assert source_name("~") == name.lower()
+
+
+def test_sets_known_by_name_keep_it() -> None:
+    assert source_name("torchvision:CIFAR10") == "cifar10"
+    assert set_name("torchvision:CIFAR10") == "CIFAR10"
+    assert source_name("patterns") == "patterns"
+    assert source_name("/") == "images"
+
+
+def test_what_cannot_be_printed_is_escaped_in_a_name(tmp_path: Path) -> None:
+    assert source_name(tmp_path / "two\nlines.tar") == r"two\nlines"
+
+
+def test_training_and_evaluation_name_a_source_alike(tmp_path: Path) -> None:
+    archive = str(tmp_path / "My.photos.tar")
+    config = load_config("demo", settings={"source": archive})
+    assert work_name(config) == "my.photos-tiny-6ep"
+    assert evaluation.source_name(archive) == "my.photos"

@@ -5,6 +5,7 @@ expected to look.
 """
 
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,11 +24,30 @@ from xmoco.errors import UserError, nearest
 __all__ = ["ArrayImages", "EncodedImages", "ImageSet", "open_images", "open_splits"]
 
 TORCHVISION = "torchvision:"
+ARCHIVE_ENDING = re.compile(r"\.(tar(\.\w+)?|t(gz|xz|bz2?))$", re.IGNORECASE)
 
 
 def is_path(source: str) -> bool:
     """Whether a folder or an archive is meant, and not a set that is known by its name."""
     return source != "patterns" and not source.startswith(TORCHVISION)
+
+
+def set_name(source: str | Path) -> str:
+    """What a source is called: by torchvision; or as the folder, or the archive without its ending.
+
+    Only what tells the format of an archive is an ending: ``my.photos.tar.xz`` is ``my.photos``,
+    and the folder ``Set.v2`` is ``Set.v2``.
+    """
+    if not is_path(str(source)):
+        return str(source).removeprefix(TORCHVISION)
+    path = Path(os.path.realpath(os.path.expanduser(source)))  # noqa: PTH111
+    folder = os.path.isdir(path)  # noqa: PTH112  # unlike Path's, it takes any name
+    return printable(path.name if folder else ARCHIVE_ENDING.sub("", path.name)) or "images"
+
+
+def source_name(source: str | Path) -> str:
+    """The same in small letters, for the names of runs and of the work of records."""
+    return set_name(source).lower()
 
 
 def open_images(data: DataConfig, split: Literal["train", "test"]) -> ImageSet | None:

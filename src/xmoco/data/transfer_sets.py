@@ -14,7 +14,6 @@ Which images are chosen is a fixed rule, told in ``subset.labelled_share``. The 
 as torchvision leaves them.
 """
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -29,10 +28,16 @@ from xmoco.config import DataConfig
 from xmoco.data.imagesets import ImageSet
 from xmoco.data.label_file import LABEL_FILE
 from xmoco.data.layout import TRAIN_FOLDER
-from xmoco.data.sources import TORCHVISION, existing_path, is_path, open_images, open_splits
+from xmoco.data.sources import (
+    TORCHVISION,
+    existing_path,
+    is_path,
+    open_images,
+    open_splits,
+    set_name,
+)
 from xmoco.data.subset import held_out, joined, some_of_every_class
 from xmoco.data.torchvision_sets import find, find_folder, images_at, images_of
-from xmoco.data.trees import printable
 from xmoco.errors import UserError, nearest
 
 Metric = Literal["top-1", "mean per class", "11-point mAP"]
@@ -90,7 +95,7 @@ def open_transfer_set(
         name, usual = paper_set.name, paper_set.metric
         splits = _open_paper_set(paper_set, source, root, download)
     elif not is_path(source):
-        name = source.removeprefix(TORCHVISION)
+        name = set_name(source)
         splits = _train_and_test(_data(source, root, download))
     else:
         name = set_name(existing_path(source, map(str.lower, TRANSFER_SETS)))
@@ -129,12 +134,6 @@ def _data(source: str, root: str, download: bool) -> DataConfig:
     # Not checked as a setting, which is text: a path may hold bytes that are not.
     settings = {"source": source, "root": root, "download": download, "labels": rule}
     return DataConfig().model_copy(update=settings)
-
-
-def set_name(path: Path) -> str:
-    """The name of a folder, or of an archive without what tells its format."""
-    name = path.resolve().name
-    return printable(name if path.is_dir() else re.sub(r"\.(tar(\.\w+)?|t\wz2?)$", "", name))
 
 
 def _chosen_metric(metric: Metric | None, usual: Metric, images: ImageSet) -> Metric:
