@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from lightning_fabric import Fabric
@@ -29,12 +29,10 @@ from xmoco.report.page import write_report
 from xmoco.report.pictures import picture_neighbours, picture_views
 from xmoco.run_logger import RunLogger
 from xmoco.schedules import WarmupCosine
-from xmoco.settings import differences, load_config
-from xmoco.train.engine import build_fabric
+from xmoco.settings import config_yaml, differences, load_config
+from xmoco.train.engine import build_fabric, on_first
 from xmoco.train.loop import Callback, Plan, Training
 from xmoco.train.run_folder import RunFolder
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ def _run(
     # All that can be wrong is found out before anything is written.
     first = fabric.is_global_zero
     here = config.model_copy(update={"model": _model_here(config, fabric)})
-    path = _on_first(fabric, lambda: folder if resume and folder else _free_path(folder, config))
+    path = on_first(fabric, lambda: folder if resume and folder else _free_path(folder, config))
     torch.manual_seed(config.train.seed)
     method = build_method(here)
     if weights is not None:
@@ -157,8 +155,11 @@ def _run(
         batches = _batches(config, fabric, images, RunFolder(path).unreadable())
         kept = None if test is None else _kept(test, config, fabric.device, broken)
 
-    run = _on_first(fabric, lambda: RunFolder(path) if resume else RunFolder.create(path, config))
-    _on_first(fabric, run.lock)
+    run = on_first(
+        fabric,
+        lambda: RunFolder(path) if resume else RunFolder.create(path, config_yaml(config)),
+    )
+    on_first(fabric, run.lock)
     try:
         training = Training(
             _plan(config, batches.steps_per_epoch),
@@ -182,7 +183,7 @@ def _run(
             told = RunLogger(config, training, method, monitor, run, console) if first else None
             with told or Callback() as callback:
                 training.train(callback)
-        return _on_first(fabric, lambda: _finish(config, training, method, monitor))
+        return on_first(fabric, lambda: _finish(config, training, method, monitor))
     finally:
         run.unlock()
 
@@ -379,17 +380,3 @@ def _finish(config: Config, training: Training, method: Method, monitor: Monitor
         summary={"Training time": f"{training.seconds:,.0f} s, kNN included"},
     )
     return RunResult(run.path, run.weights, report, run.last_knn(), training.seconds)
-
-
-def _on_first(fabric: Fabric, action: Callable[[], T]) -> T:
-    """Do something on the first process only; all get its result, or raise its ``UserError``."""
-    outcome: tuple[T | None, str | None] = (None, None)
-    if fabric.is_global_zero:
-        try:
-            outcome = (action(), None)
-        except UserError as error:
-            outcome = (None, str(error))
-    result, mistake = fabric.broadcast(outcome)
-    if mistake is not None:
-        raise UserError(mistake)
-    return cast(T, result)

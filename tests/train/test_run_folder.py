@@ -7,16 +7,16 @@ import pytest
 
 from xmoco.errors import UserError
 from xmoco.records import Record
-from xmoco.settings import load_config
-from xmoco.train import run_folder
+from xmoco.settings import config_yaml, load_config
 from xmoco.train.run_folder import RunFolder
 
 CONFIG = load_config("demo", ["epochs=7"])
+TEXT = config_yaml(CONFIG)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    return RunFolder.create(tmp_path / "deep" / "run", CONFIG)
+    return RunFolder.create(tmp_path / "deep" / "run", TEXT)
 
 
 def knn(step: int, value: float = 50.0, subject: str = "xmoco") -> Record:
@@ -32,41 +32,75 @@ def test_a_new_run_holds_its_configuration(run: RunFolder) -> None:
 
 
 def test_creation_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_config: object) -> str:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(run_folder, "config_yaml", fail)
+    monkeypatch.setattr(Path, "write_text", fail)
     with pytest.raises(UserError, match=r"cannot create .*run: No space left on device"):
-        RunFolder.create(tmp_path / "run", CONFIG)
+        RunFolder.create(tmp_path / "run", TEXT)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interruption_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(_config: object) -> str:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(run_folder, "config_yaml", interrupt)
+    monkeypatch.setattr(Path, "write_text", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        RunFolder.create(tmp_path / "run", CONFIG)
+        RunFolder.create(tmp_path / "run", TEXT)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_existing_folders_are_refused(run: RunFolder, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="already holds a run"):
-        RunFolder.create(run.path, CONFIG)
+        RunFolder.create(run.path, TEXT)
     (tmp_path / "photos").mkdir()
     with pytest.raises(UserError, match="already exists"):
-        RunFolder.create(tmp_path / "photos", CONFIG)
+        RunFolder.create(tmp_path / "photos", TEXT)
     with pytest.raises(UserError, match=r"nothing to resume: .*photos holds no run"):
         RunFolder.open(tmp_path / "photos")
     with pytest.raises(UserError, match="does not exist"):
         RunFolder.open(tmp_path / "nowhere")
 
 
+def test_the_same_settings_go_on(tmp_path: Path) -> None:
+    settings = {"name": "linear", "rates": (1e-05, 60.0), "seed": 0, "note": None}
+    assert not RunFolder.holds(tmp_path / "run", settings)
+    assert not (tmp_path / "run").exists()
+    run = RunFolder.begun(tmp_path / "run", settings)
+    content = (run.path / "config.yaml").read_bytes()
+    assert RunFolder.holds(run.path, settings)
+    assert RunFolder.begun(run.path, settings).path == run.path
+    assert (run.path / "config.yaml").read_bytes() == content
+
+
+def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
+    run = RunFolder.begun(tmp_path / "run", {"rates": (1.0,), "seed": 0})
+    for changed, words in (
+        ({"rates": (1.0,), "seed": 1}, "seed was 0 and is 1 now"),
+        ({"rates": (2.0,), "seed": 0}, r"rates was \[1.0\] and is \[2.0\] now"),
+        ({"rates": (1.0,)}, "seed was 0 and is null now"),
+        ({"rates": (1.0,), "seed": 0, "size": 32}, "size was null and is 32 now"),
+    ):
+        with pytest.raises(UserError, match=f"begun with other settings: {words}.*--out"):
+            RunFolder.begun(run.path, changed)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"- 1\n", b"\xff"])
+def test_settings_that_are_damaged_are_refused(tmp_path: Path, content: bytes) -> None:
+    run = RunFolder.begun(tmp_path / "run", {"seed": 0})
+    (run.path / "config.yaml").write_bytes(content)
+    with pytest.raises(UserError, match=r"config.yaml is damaged: .*--out"):
+        RunFolder.begun(run.path, {"seed": 0})
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(UserError, match="already exists"):
+        RunFolder.begun(tmp_path / "photos", {"seed": 0})
+
+
 def test_a_folder_below_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot create"):
-        RunFolder.create(tmp_path / "file" / "run", CONFIG)
+        RunFolder.create(tmp_path / "file" / "run", TEXT)
 
 
 def test_metrics_after_a_step_are_forgotten(run: RunFolder) -> None:

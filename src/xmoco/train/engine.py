@@ -2,19 +2,34 @@
 
 import inspect
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from lightning_fabric import Fabric
 from lightning_fabric.strategies.ddp import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
-from xmoco.config import RunConfig
 from xmoco.errors import UserError
 from xmoco.train.cpu import keep_memory
 
+T = TypeVar("T")
 
-def build_fabric(run: RunConfig) -> Fabric:
+
+class RunSettings(Protocol):
+    """Where something runs: the settings of a run, or the options of an evaluation."""
+
+    @property
+    def device(self) -> str: ...
+    @property
+    def devices(self) -> int: ...
+    @property
+    def nodes(self) -> int: ...
+    @property
+    def precision(self) -> str: ...
+
+
+def build_fabric(run: RunSettings) -> Fabric:
     device = choose_device(run.device)
     precision = run.precision
     if precision == "auto":
@@ -47,6 +62,20 @@ def _data_parallel() -> DDPStrategy:
     new, old = "forward_sync_buffers", "broadcast_buffers"  # torch renamed it after 2.11
     options: dict[str, Any] = {new if new in known else old: False}
     return DDPStrategy(**options)
+
+
+def on_first(fabric: Fabric, action: Callable[[], T]) -> T:
+    """Do something on the first process only; all get its result, or raise its ``UserError``."""
+    outcome: tuple[T | None, str | None] = (None, None)
+    if fabric.is_global_zero:
+        try:
+            outcome = (action(), None)
+        except UserError as error:
+            outcome = (None, str(error))
+    result, mistake = fabric.broadcast(outcome)
+    if mistake is not None:
+        raise UserError(mistake)
+    return cast(T, result)
 
 
 def choose_device(choice: str) -> str:

@@ -135,11 +135,12 @@ class Training:
 
     def save(self) -> None:
         """Write a checkpoint, unless the weights are no longer numbers."""
-        if not self.fabric.is_global_zero:
-            return
+        # Parameters are the same on all processes, which must end together.
         norms = torch._foreach_norm(list(self.task.parameters()))
         if not torch.stack(norms).isfinite().all():
             raise self._diverged()
+        if not self.fabric.is_global_zero:
+            return
         state = {
             "identity": self.identity,
             "seconds": self.seconds,

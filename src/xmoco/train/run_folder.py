@@ -14,11 +14,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from xmoco.config import Config
 from xmoco.errors import UserError
 from xmoco.files import write_whole
 from xmoco.records import Record, commit, machine, now, versions
-from xmoco.settings import config_yaml, read_config
+from xmoco.settings import read_config
 from xmoco.train.checkpoints import Checkpoints
 
 if sys.platform != "win32":
@@ -35,14 +37,14 @@ class RunFolder:
         self.checkpoints = Checkpoints(path / "checkpoints")
 
     @classmethod
-    def create(cls, path: Path, config: Config) -> "RunFolder":
+    def create(cls, path: Path, config: str) -> "RunFolder":
         """A new run. The folder appears together with its config.yaml, or not at all."""
         cls.refuse_existing(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
             try:
-                (fresh / "config.yaml").write_text(config_yaml(config), encoding="utf-8")
+                (fresh / "config.yaml").write_text(config, encoding="utf-8")
                 umask = os.umask(0)
                 os.umask(umask)
                 fresh.chmod(0o777 & ~umask)  # mkdtemp's folders are for their owner only
@@ -70,6 +72,29 @@ class RunFolder:
             there = "holds no run" if path.exists() else "does not exist"
             raise UserError(f"nothing to resume: {path} {there} (start one without --resume).")
         return cls(path)
+
+    @classmethod
+    def begun(cls, path: Path, settings: Mapping[str, Any]) -> "RunFolder":
+        """Of a run that the same command goes on with: a new one, or one that ``holds`` it."""
+        if not cls.holds(path, settings):
+            cls.create(path, yaml.safe_dump(plain(settings), sort_keys=False, allow_unicode=True))
+        return cls(path)
+
+    @classmethod
+    def holds(cls, path: Path, settings: Mapping[str, Any]) -> bool:
+        """Whether a run with these settings was begun here; anything else there is refused."""
+        file = path / "config.yaml"
+        if not file.is_file():
+            cls.refuse_existing(path)
+            return False
+        try:
+            before = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            before = None
+        if not isinstance(before, dict):
+            raise UserError(f"{file} is damaged: choose another folder with --out.")
+        refuse_other_settings(path, before, settings)
+        return True
 
     def lock(self) -> None:
         """Keep other processes from training here until ``unlock``, or until this one ends."""
@@ -170,6 +195,31 @@ class RunFolder:
             raise UserError(
                 f"could not write {self.path / name}: {error.strerror or error}."
             ) from None
+
+
+def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings as they are read back from a file."""
+    content: dict[str, Any] = json.loads(json.dumps(settings))
+    return content
+
+
+def refuse_other_settings(
+    path: Path, before: Mapping[str, Any], settings: Mapping[str, Any]
+) -> None:
+    """What was begun with some settings goes on with the same."""
+    now = plain(settings)
+    for name in {**before, **now}:
+        if before.get(name) != now.get(name):
+            raise UserError(
+                f"{path} was begun with other settings: {name} was {_short(before.get(name))} and "
+                f"is {_short(now.get(name))} now. Go on as it was begun, or give another folder "
+                "with --out."
+            )
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, default=str)  # a hand may have put anything there
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _pair(line: str) -> tuple[str, str]:
