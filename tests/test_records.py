@@ -5,12 +5,27 @@ import re
 import socket
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from xmoco import records
 from xmoco.errors import UserError
-from xmoco.records import Record, append_records
+from xmoco.records import (
+    ClassifierProtocol,
+    KnnProtocol,
+    Measured,
+    Record,
+    SpeedProtocol,
+    StageProtocol,
+    TransferProtocol,
+    append_records,
+    lines_so_far,
+    read_lines,
+    read_records,
+)
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
 
 def record(value: float = 87.25) -> Record:
@@ -68,3 +83,67 @@ def test_records_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="could not write"):
         append_records(tmp_path / "file" / "results.jsonl", [record()])
+
+
+# Reading
+
+KNN = {"data": "patterns (train)", "split": "test", "size": 32, "k": 20, "temperature": 0.1}
+KNN |= {"bank_images": 6000, "judged_images": 1500, "epoch": 6}
+
+
+def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    written = Record("knn_top1", 94.6, "%", "xmoco", "patterns-tiny-6ep", KNN | {"more": [1]}, 3)
+    append_records(file, [written, record()])
+    anything = read_records(file, Measured[dict[str, Any]])
+    assert [one.model_dump() for one in anything] == [asdict(written), asdict(record())]
+
+
+def test_who_reads_says_what_a_protocol_must_tell(tmp_path: Path) -> None:
+    file = tmp_path / "records.jsonl"
+    append_records(file, [Record("knn_top1", 94.6, "%", "xmoco", "patterns-tiny-6ep", KNN, 3)])
+    (read,) = read_records(file, Measured[KnnProtocol])
+    assert (read.protocol.k, read.protocol.judged_images, read.value) == (20, 1500, 94.6)
+    assert read.protocol.run_seconds is None
+    append_records(file, [record()])
+    with pytest.raises(UserError, match=r"records\.jsonl, line 2: the record lacks protocol\.data"):
+        read_records(file, Measured[KnnProtocol])
+
+
+def test_other_measures_are_passed_over_and_so_are_training_values(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    training = json.dumps({"step": 3, "epoch": 0.5, "values": {"loss": 1.0}})
+    file.write_text(f"{training}\n\n{record(7).json()}\n")
+    assert [one.value for one in read_records(file, Measured[dict[str, Any]])] == [7]
+    assert read_records(file, Measured[KnnProtocol], {"linear_top1"}) == []
+    assert [line.where for line in read_lines(file)] == [f"{file}, line 1", f"{file}, line 3"]
+
+
+def test_of_a_run_that_goes_on_whole_lines_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    assert list(lines_so_far(file)) == []
+    file.write_bytes(record(7).json().encode() + b'\n3\n{"values": {}, "epoch": "\xff"}\n{"ste')
+    assert [line.entry.get("value") for line in lines_so_far(file)] == [7, None]
+    with pytest.raises(UserError, match="is not a text file"):
+        list(read_lines(file))
+
+
+KINDS: dict[str, type[Measured[Any]]] = {
+    "images_per_second": Measured[SpeedProtocol],
+    "stage_ms": Measured[StageProtocol],
+    "linear_top1": Measured[ClassifierProtocol],
+    "linear_top5": Measured[ClassifierProtocol],
+    "finetune_top1": Measured[ClassifierProtocol],
+    "finetune_top5": Measured[ClassifierProtocol],
+    "transfer_frozen": Measured[TransferProtocol],
+    "transfer_end_to_end": Measured[TransferProtocol],
+}
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("*.jsonl")), ids=lambda file: str(file.stem))
+def test_the_records_of_this_repository_are_of_these_kinds(file: Path) -> None:
+    assert read_records(file, Measured[dict[str, Any]])
+    for measure, kind in KINDS.items():
+        read_records(file, kind, {measure})
+    if file.name not in ("tuning.jsonl", "eval-size.jsonl"):  # which have protocols of their own
+        read_records(file, Measured[KnnProtocol], {"knn_top1"})

@@ -1,6 +1,9 @@
 """Records: every reported number with its protocol, one json object per line.
 
 Any two records with the same ``work`` and ``measure`` compare; ``subject`` says who was measured.
+Whoever measures writes a ``Record``, whose protocol may tell anything. Whoever shows records says
+which kind of protocol it needs, and gets ``Measured`` of that kind: what is missing or wrong in a
+file is told by line.
 """
 
 import functools
@@ -9,14 +12,16 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Generic, TypeVar
 
 import torch
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
+from xmoco.data.trees import printable
 from xmoco.errors import UserError
 
 
@@ -102,6 +107,176 @@ def append_records(path: Path, records: Iterable[Record]) -> None:
 def _ends_line(file: BinaryIO) -> bool:
     file.seek(-1, os.SEEK_END)
     return file.read() == b"\n"
+
+
+# Kinds of protocols: of each, what those who show records need. A protocol may tell more.
+
+Name = Annotated[str, Field(min_length=1), AfterValidator(printable)]
+STRICT = ConfigDict(strict=True, frozen=True, str_strip_whitespace=True)
+
+
+class JudgedImages(BaseModel):
+    """How any backbone was judged."""
+
+    model_config = STRICT
+
+    data: Name
+    backbone: Name | None = Field(None, description="Not told of raw pixels and by the monitor.")
+    digest: str = Field("", description="Of the weights; older records have none.")
+    epoch: int = Field(ge=0, description="Epochs of training; 0 where nobody knows.")
+    size: int = Field(ge=1, description="Of the images judged.")
+    judged_images: int = Field(ge=0)
+
+
+class KnnProtocol(JudgedImages):
+    """kNN, by the monitor of a run or by ``xmoco evaluate knn``."""
+
+    split: Name
+    k: int = Field(ge=1)
+    temperature: float
+    bank_images: int = Field(ge=0)
+    run_seconds: float | None = Field(None, description="Of the whole run, where it was recorded.")
+    settings: str = Field("", description="Of the run, as yaml.")
+
+
+class ClassifierProtocol(JudgedImages):
+    """Linear classification and fine-tuning."""
+
+    name: Name
+    label_fraction: float = Field(gt=0, le=1)
+    crop_size: int | None = Field(None, ge=1, description="Of training; older: as size.")
+
+
+class TransferProtocol(JudgedImages):
+    """Transfer, frozen or end to end."""
+
+    backbone: Name
+    set: Name
+    metric: Name
+    name: Name
+    crop_size: int | None = Field(None, ge=1, description="Of training; older: as size.")
+    labelled: bool = Field(False, description="Whether the weights are of a classifier.")
+
+
+class SpeedProtocol(BaseModel):
+    """How fast training is."""
+
+    model_config = STRICT
+
+    data: Name
+    batch: int = Field(ge=1)
+    size: int = Field(ge=1)
+    bank_length: int | None = Field(None, description="Of methods that have banks.")
+    precision: str
+    rounds: list[float] = Field(min_length=1, description="Images per second in each.")
+    waiting: float
+    gpu_memory_gib: float | None = None
+    times_baseline: float | None = Field(None, description="Where a baseline was measured, too.")
+    graph: bool = Field(False, description="Whether steps were replayed as a CUDA graph.")
+
+
+class StageProtocol(BaseModel):
+    """How long a stage of a step takes."""
+
+    model_config = STRICT
+
+    data: Name
+    batch: int = Field(ge=1)
+    size: int = Field(ge=1)
+    bank_length: int | None = None
+    stage: Name
+
+
+P = TypeVar("P")
+
+
+class Measured(BaseModel, Generic[P]):
+    """A record as it is read, with a protocol of the kind ``P``."""
+
+    model_config = STRICT
+
+    measure: Name
+    value: float
+    unit: str = ""
+    subject: Name
+    work: str = ""
+    protocol: P
+    seed: int
+    commit: str | None = None
+    versions: dict[str, str] = Field(default_factory=dict)
+    machine: dict[str, Any] = Field(default_factory=dict)
+    time: str = ""
+
+
+M = TypeVar("M", bound=Measured[Any])
+
+
+def read_records(file: Path, kind: type[M], measures: Container[str] | None = None) -> list[M]:
+    """The records of a .jsonl file, or those of some measures; other lines are passed over."""
+    return [
+        _validated(line, kind)
+        for line in read_lines(file)
+        if "measure" in line.entry and (measures is None or line.entry["measure"] in measures)
+    ]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a .jsonl file."""
+
+    where: str
+    text: str
+    entry: dict[str, Any]
+    """A record, or the training values that a run's metrics.jsonl holds beside records."""
+
+
+def read_lines(file: Path) -> Iterator[Line]:
+    """The lines of a file of records, each of which must be one."""
+    try:
+        texts = file.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise UserError(f"there is no file of records at {file}.") from None
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror or error}.") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file} is not a text file: give a .jsonl file of records.") from None
+    for number, text in enumerate(texts, start=1):
+        if text.strip():
+            yield _parse(text, f"{file}, line {number}")
+
+
+def lines_so_far(file: Path) -> Iterator[Line]:
+    """The lines of a file that a run may be writing: there may be none yet, and the half line that
+    a run leaves which is killed is passed over."""
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    for number, line in enumerate(text.split("\n"), start=1):
+        try:
+            yield _parse(line, f"{file}, line {number}")
+        except UserError:
+            continue
+
+
+def _parse(text: str, where: str) -> Line:
+    try:
+        entry = json.loads(text)
+    except (ValueError, RecursionError):
+        raise UserError(f"{where} is not json: every line must hold one record.") from None
+    match entry:
+        case {"measure": str()} | {"values": dict()}:
+            return Line(where, text, entry)
+    raise UserError(f"{where} holds no record: it must be a json object with a measure.")
+
+
+def _validated(line: Line, kind: type[M]) -> M:
+    try:
+        return kind.model_validate(line.entry)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        if first["type"] == "missing":
+            raise UserError(f"{line.where}: the record lacks {key}.") from None
+        wanted = first["msg"].replace("Input should", "must")
+        raise UserError(f"{line.where}: {key} = {first['input']!r} {wanted}.") from None
 
 
 def _git(folder: Path, *arguments: str) -> str:

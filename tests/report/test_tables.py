@@ -247,7 +247,7 @@ def test_measured_rows_stand_in_blocks_after_the_papers(tmp_path: Path) -> None:
         XMOCO,
         "torchvision:resnet50, ResNet-50",
         "<em>Measured: ResNet-50w2, 224 px; transfer, frozen</em>",
-        "simclr, ResNet-50w2",
+        "SimCLR, ResNet-50w2",
     ]
     assert rendered.cell(XMOCO, "Aircraft") == "–"
     assert "Rows compare fully only with the same backbone and images." in rendered.html
@@ -380,10 +380,10 @@ def test_marks_follow_the_rule(drawn: list[tuple[float, bool, int]]) -> None:
     ]
     table = Table("title", [column], rows, [])
     for row, (value, labelled, size) in zip(rows, drawn, strict=True):
-        rivals = [other for other, learnt, of_size in drawn if not learnt and of_size == size]
-        better = {other for other in rivals if other > value}
+        compared = [other for other, learnt, of_size in drawn if not learnt and of_size == size]
+        better = {other for other in compared if other > value}
         expected = None
-        if not labelled and len(rivals) > 1:
+        if not labelled and len(compared) > 1:
             expected = {0: "best", 1: "second"}.get(len(better))
         assert table.mark(row, column) == expected
 

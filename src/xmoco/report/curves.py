@@ -20,6 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from xmoco.errors import UserError
+from xmoco.records import lines_so_far
 
 Record = Mapping[str, Any]
 
@@ -68,16 +69,12 @@ def read_history(run: Path) -> History:
         raise UserError(f"{run} has no metrics.jsonl, so it is not a run folder of xmoco.")
     training: dict[str, dict[float, float]] = {}
     records: list[Record] = []
-    for line in metrics.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # a run that is killed while it writes leaves half a line
-        if "measure" in entry:
-            records.append(entry)
-        elif "values" in entry:
-            for name, value in entry["values"].items():
-                training.setdefault(name, {})[entry["epoch"]] = value
+    for line in lines_so_far(metrics):
+        if "measure" in line.entry:
+            records.append(line.entry)
+        else:
+            for name, value in line.entry["values"].items():
+                training.setdefault(name, {})[line.entry["epoch"]] = value
     environment = run / "environment.json"
     facts = json.loads(environment.read_text(encoding="utf-8")) if environment.is_file() else {}
     config_file = run / "config.yaml"

@@ -7,7 +7,6 @@ the figures shown, so equal figures have equal marks. As in the paper, backbones
 are shown for comparison and never marked.
 """
 
-import json
 import re
 import statistics
 import textwrap
@@ -15,18 +14,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
-from xmoco.data.trees import printable
 from xmoco.errors import UserError
 from xmoco.files import write_whole
+from xmoco.methods import METHODS
+from xmoco.records import Measured, TransferProtocol, read_records
 from xmoco.report.curves import LIGHT, to_png
 
 Mode = Literal["frozen", "end to end"]
@@ -45,7 +45,10 @@ TITLES: Mapping[Mode, str] = {
     "frozen": "Transfer: logistic regression on the frozen backbone",
     "end to end": "Transfer: backbone and classifier tuned end to end",
 }
-METHOD_NAMES = {"xmoco": "XMoCo", "mocov2plus": "MoCo v2+", "supervised": "Supervised"}
+METHOD_NAMES: Mapping[str, str] = {
+    **{settings.model_fields["name"].default: method.title for settings, method in METHODS.items()},
+    "supervised": "Supervised",
+}
 COMPARISON = (
     "In %. Per column, the best is bold and the second underlined (equal figures alike) among rows "
     "with the same backbone, image size and protocol; backbones trained with labels take no part. "
@@ -56,36 +59,12 @@ CAUTION = (
     "and SwAV+UTOA learnt from more than two views of an image."
 )
 
-Name = Annotated[str, Field(min_length=1), AfterValidator(printable)]
 
-
-class TransferProtocol(BaseModel):
-    """Of a record's protocol, what the tables need."""
-
-    model_config = ConfigDict(strict=True, frozen=True, str_strip_whitespace=True)
-
-    set: Name
-    metric: Name
-    backbone: Name
-    epoch: int = Field(ge=0, description="Epochs of pre-training; 0 where nobody knows.")
-    size: int = Field(ge=1)
-    crop_size: int | None = Field(None, ge=1, description="Of training; older: as size.")
-    data: Name
-    name: Name
-    digest: str = Field("", description="Of the weights; older records have none.")
-    labelled: bool = Field(False, description="Whether the weights are of a classifier.")
-
-
-class Transfer(BaseModel):
+class Transfer(Measured[TransferProtocol]):
     """A record of transfer, as ``xmoco evaluate transfer`` writes it."""
-
-    model_config = ConfigDict(strict=True, frozen=True, str_strip_whitespace=True)
 
     measure: Literal["transfer_frozen", "transfer_end_to_end"]
     value: float = Field(ge=0, le=100, allow_inf_nan=False)
-    subject: Name
-    protocol: TransferProtocol
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -160,9 +139,9 @@ class Table:
     def mark(self, row: Row, column: Column) -> Mark | None:
         """Whether the cell is the best or the second of those it compares with, if any."""
         figures = [
-            float(rival.cells[column].shown)
-            for rival in self.rows
-            if rival.setting == row.setting and not rival.labelled and column in rival.cells
+            float(other.cells[column].shown)
+            for other in self.rows
+            if other.setting == row.setting and not other.labelled and column in other.cells
         ]
         if row.labelled or column not in row.cells or len(figures) < 2:
             return None
@@ -211,47 +190,7 @@ def transfer_tables(records: Sequence[Transfer], mode: Mode | None = None) -> di
 
 def read_transfer(files: Iterable[Path]) -> list[Transfer]:
     """The records of transfer in .jsonl files; those of other measures are passed over."""
-    return [record for file in files for record in _read_file(file)]
-
-
-def _read_file(file: Path) -> Iterator[Transfer]:
-    try:
-        lines = file.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        raise UserError(f"there is no file of records at {file}.") from None
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror or error}.") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{file} is not a text file: give a .jsonl file of records.") from None
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            entry = _parse(line, f"{file}, line {number}")
-            if str(entry.get("measure")) in MEASURES:
-                yield _validated(entry, f"{file}, line {number}")
-
-
-def _parse(line: str, where: str) -> dict[str, Any]:
-    """The record, or the training values that a run's metrics.jsonl holds beside records."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError):
-        raise UserError(f"{where} is not json: every line must hold one record.") from None
-    match entry:
-        case {"measure": str()} | {"values": dict()}:
-            return dict(entry)
-    raise UserError(f"{where} holds no record: it must be a json object with a measure.")
-
-
-def _validated(entry: dict[str, Any], where: str) -> Transfer:
-    try:
-        return Transfer.model_validate(entry)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        if first["type"] == "missing":
-            raise UserError(f"{where}: the record lacks {key}.") from None
-        wanted = first["msg"].replace("Input should", "must")
-        raise UserError(f"{where}: {key} = {first['input']!r} {wanted}.") from None
+    return [record for file in files for record in read_records(file, Transfer, MEASURES)]
 
 
 def _tables(records: Sequence[Transfer], mode: Mode | None) -> dict[Mode, Table]:

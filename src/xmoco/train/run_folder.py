@@ -19,7 +19,7 @@ import yaml
 from xmoco.config import Config
 from xmoco.errors import UserError
 from xmoco.files import write_whole
-from xmoco.records import Record, commit, machine, now, versions
+from xmoco.records import Record, commit, lines_so_far, machine, now, versions
 from xmoco.settings import read_config
 from xmoco.train.checkpoints import Checkpoints
 
@@ -150,8 +150,8 @@ class RunFolder:
         ]
 
     def _knn_records(self) -> list[dict[str, Any]]:
-        lines = map(json.loads, self._lines("metrics.jsonl"))
-        return [line for line in lines if line.get("measure") == "knn_top1"]
+        entries = (line.entry for line in lines_so_far(self.path / "metrics.jsonl"))
+        return [entry for entry in entries if entry.get("measure") == "knn_top1"]
 
     def log(self, text: str) -> None:
         self._append("train.log", f"{now()} {text}")
@@ -161,14 +161,7 @@ class RunFolder:
         file = self.path / "metrics.jsonl"
         if not file.exists():
             return
-        kept = []
-        for text in self._lines("metrics.jsonl"):
-            try:
-                line = json.loads(text)
-            except ValueError:  # the last line, cut off when the run was killed
-                continue
-            if step > 0 and line.get("step", line.get("protocol", {}).get("step", 0)) <= step:
-                kept.append(text + "\n")
+        kept = [line.text + "\n" for line in lines_so_far(file) if 0 < step >= _step(line.entry)]
         write_whole(file, "".join(kept).encode())
 
     def unreadable(self) -> list[tuple[str, str]]:
@@ -220,6 +213,11 @@ def refuse_other_settings(
 def _short(value: object) -> str:
     text = json.dumps(value, default=str)  # a hand may have put anything there
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _step(entry: Mapping[str, Any]) -> int:
+    """After which step training values, or a record, were measured."""
+    return int(entry.get("step", entry.get("protocol", {}).get("step", 0)))
 
 
 def _pair(line: str) -> tuple[str, str]:
