@@ -28,7 +28,8 @@ from safetensors.torch import load_file
 from xmoco.config import ModelConfig
 
 FAST: dict[str, dict[str, Any]] = {
-    "views": {"size": 16, "blur": 0.0},
+    "input": {"size": 16},
+    "views": {"blur": 0.0},
     "model": {
         "backbone": "tiny",
         "stem": "cifar",

@@ -19,12 +19,16 @@ from listed import (
     with_broken,
 )
 from PIL import Image
+from torch.testing import assert_close
 
-from xmoco.config import DataConfig
-from xmoco.data.batches import Waiting, at_positions, epoch_order, in_order, preload
+from xmoco.config import AugmentationConfig, DataConfig, InputConfig
+from xmoco.data.batches import Batch, Batches, Waiting, at_positions, epoch_order, in_order, preload
 from xmoco.data.imagesets import ImageSet
 from xmoco.data.sources import open_images
+from xmoco.data.views import ViewGroup, views_of
 from xmoco.errors import UserError
+
+TINY = InputConfig(size=8)
 
 
 @given(st.integers(1, 500), st.integers(0, 2**63), st.integers(0, 10**6))
@@ -90,6 +94,38 @@ def test_processes_share_the_global_batch(processes: int, gib: float) -> None:
         assert torch.equal(torch.cat([part[step].images for part in parts]), batch.images)
 
 
+@pytest.mark.parametrize("gib", [0.0, 4.0])
+@pytest.mark.parametrize(("parts", "processes"), [(2, 1), (2, 2), (2, 3), (3, 2), (6, 2)])
+def test_a_part_of_the_batch_is_the_same_for_any_number_of_processes(
+    parts: int, processes: int, gib: float
+) -> None:
+    """The batch is cut by part and then by process, so gradients add up over the same images."""
+    images, group = Listed(same_size(30)), ViewGroup(("a", "b"), AugmentationConfig(), TINY)
+    alone = batches_of(images, 12, parts=parts, preload_gib=gib)
+    several = [
+        batches_of(images, 12, rank=rank, processes=processes, parts=parts, preload_gib=gib)
+        for rank in range(processes)
+    ]
+    assert alone.rows.tolist() == list(range(12))
+    assert sorted(row for batches in several for row in batches.rows) == list(range(12))
+
+    def shown(batches: Batches, batch: Batch, step: int) -> list[torch.Tensor]:
+        place = {"seed": 0, "step": step, "batch": 12, "rows": batches.rows}
+        return [batch.indices, batch.images, *views_of(batch.images, batch.sizes, [group], **place)]
+
+    streams = [first(batches, 5) for batches in (alone, *several)]
+    for step, (whole, *shares) in enumerate(zip(*streams, strict=True)):
+        expected = [tensor.chunk(parts) for tensor in shown(alone, whole, step)]
+        found = [
+            [tensor.chunk(parts) for tensor in shown(batches, share, step)]
+            for batches, share in zip(several, shares, strict=True)
+        ]
+        for kind, tensors in enumerate(expected):
+            for part, tensor in enumerate(tensors):
+                together = torch.cat([own[kind][part] for own in found])
+                assert_close(together, tensor, atol=2e-6, rtol=0)
+
+
 def test_impossible_batches() -> None:
     images = Listed(same_size(10))
     with pytest.raises(UserError, match=r"10 images, too few .* 16; the largest .* is 10\.$"):
@@ -102,6 +138,10 @@ def test_impossible_batches() -> None:
         batches_of(Listed(same_size(1)), 16)
     with pytest.raises(UserError, match=r"2 images, too few .* 12; at least 3 are needed\.$"):
         batches_of(Listed(same_size(2)), 12, processes=3)
+    with pytest.raises(UserError, match=r"9 images .* equally by 1 × 2 parts; 8 can\.$"):
+        batches_of(images, 9, parts=2)
+    with pytest.raises(UserError, match=r"10 images, too few .* 12; the largest .* is 8\.$"):
+        batches_of(images, 12, processes=2, parts=2)
     assert batches_of(images, 10).steps_per_epoch == 1
 
 

@@ -18,8 +18,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from xmoco.config import ViewsConfig
-from xmoco.data.views import draw, render, render_fused, render_plain, stacked
+from xmoco.config import AugmentationConfig, InputConfig
+from xmoco.data.views import (
+    ViewGroup,
+    ViewParameters,
+    draw,
+    render,
+    render_fused,
+    render_plain,
+    stacked,
+)
 
 triton = pytest.importorskip("triton")
 
@@ -35,7 +43,22 @@ kernels_run = pytest.mark.skipif(
 # Neither mean nor deviation, so that tolerances are in shares of the range from black to white.
 RAW = {"mean": (0, 0, 0), "std": (1, 1, 1)}
 TOLERANCE = 2e-5
-BUSY = ViewsConfig(size=12, invert=0.3, grey=0.3, blur=0.5, blur_kernel=71, **RAW)
+BUSIEST = AugmentationConfig(invert=0.3, grey=0.3, blur=0.5, blur_kernel=71)
+
+
+def group(
+    augmentation: AugmentationConfig = BUSIEST, size: int = 12, **changes: object
+) -> ViewGroup:
+    return ViewGroup(
+        ("view",), augmentation.model_copy(update=changes), InputConfig(size=size, **RAW)
+    )
+
+
+BUSY = group()
+
+
+def drawn(views: ViewGroup, count: int, seed: int = 0, view: int = 0) -> ViewParameters:
+    return draw(views.augmentation, count, seed, 0, view)
 
 
 @pytest.mark.skipif(ON_CUDA or INTERPRETED, reason="the kernels run right here")
@@ -85,52 +108,50 @@ def assert_fused_is_plain(images: Tensor, sizes: Tensor, *args: object) -> None:
 def test_views_of_images_of_all_sizes(
     height: int, width: int, size: int, ratio: tuple[float, float], seed: int
 ) -> None:
-    config = BUSY.model_copy(update={"size": size, "crop_scale": (0.02, 1.0), "crop_ratio": ratio})
+    views = group(size=size, crop_scale=(0.02, 1.0), crop_ratio=ratio)
     images = photos(2, height, width, seed)
-    assert_fused_is_plain(images, whole(images), draw(config, 2, seed, 0, 0), config)
+    assert_fused_is_plain(images, whole(images), drawn(views, 2, seed), views)
 
 
 @kernels_run
 def test_every_order_of_jitter() -> None:
-    config = ViewsConfig(size=8, jitter=1.0, hue=0.5, blur=0.0, **RAW)
+    views = group(AugmentationConfig(jitter=1.0, hue=0.5, blur=0.0), size=8)
     images = photos(24, 10, 12)
     parameters = dataclasses.replace(
-        draw(config, 24, 0, 0, 0), order=np.array(list(itertools.permutations(range(4))))
+        drawn(views, 24), order=np.array(list(itertools.permutations(range(4))))
     )
-    assert_fused_is_plain(images, whole(images), parameters, config)
+    assert_fused_is_plain(images, whole(images), parameters, views)
 
 
 @kernels_run
 @pytest.mark.parametrize("name", ["flip", "jitter", "grey", "invert", "blur"])
 @pytest.mark.parametrize("chance", [0.0, 1.0])
 def test_for_all_or_for_none(name: str, chance: float) -> None:
-    config = BUSY.model_copy(update={name: chance, "size": 8})
+    views = group(size=8, **{name: chance})
     images = photos(3, 9, 13)
-    assert_fused_is_plain(images, whole(images), draw(config, 3, 0, 0, 0), config)
+    assert_fused_is_plain(images, whole(images), drawn(views, 3), views)
 
 
 @kernels_run
 @pytest.mark.parametrize("size", [24, 48])
 def test_views_larger_than_a_programmes_share(size: int) -> None:
-    config = BUSY.model_copy(update={"size": size})
+    views = group(size=size)
     images = photos(3, 40, 50)
-    assert_fused_is_plain(images, whole(images), draw(config, 3, 0, 0, 0), config)
+    assert_fused_is_plain(images, whole(images), drawn(views, 3), views)
 
 
 @kernels_run
 @pytest.mark.parametrize(("kernel", "sigma"), [(1, 0.1), (71, 2.0), (9999, 5.0)])
 def test_blur_up_to_the_widest_kernel(kernel: int, sigma: float) -> None:
-    config = BUSY.model_copy(
-        update={"blur": 1.0, "blur_kernel": kernel, "blur_sigma": (sigma, sigma)}
-    )
+    views = group(blur=1.0, blur_kernel=kernel, blur_sigma=(sigma, sigma))
     images = photos(3, 20, 20)
-    assert_fused_is_plain(images, whole(images), draw(config, 3, 0, 0, 0), config)
+    assert_fused_is_plain(images, whole(images), drawn(views, 3), views)
 
 
 @kernels_run
 def test_what_lies_beyond_an_image_is_never_seen() -> None:
     images = photos(4, 13, 17)
-    parameters = draw(BUSY, 4, 0, 0, 0)
+    parameters = drawn(BUSY, 4)
     alone = render_fused(images.to(DEVICE), whole(images), parameters, BUSY)
     canvas = torch.full((4, 3, 20, 30), 255, dtype=torch.uint8)
     canvas[:, :, :13, :17] = images
@@ -142,7 +163,7 @@ def test_what_lies_beyond_an_image_is_never_seen() -> None:
 def test_images_that_do_not_lie_one_after_the_other() -> None:
     strip = photos(3, 12, 40)
     images = strip[:, :, :, 5:17]
-    parameters = draw(BUSY, 3, 0, 0, 0)
+    parameters = drawn(BUSY, 3)
     part = render_fused(images.to(DEVICE), whole(images), parameters, BUSY)
     copy = render_fused(images.contiguous().to(DEVICE), whole(images), parameters, BUSY)
     assert torch.equal(part, copy)
@@ -151,16 +172,16 @@ def test_images_that_do_not_lie_one_after_the_other() -> None:
 @kernels_run
 def test_two_views_of_every_image_at_once() -> None:
     images = photos(5, 20, 14)
-    parts = [draw(BUSY, 5, 0, 0, view) for view in (0, 1)]
+    parts = [drawn(BUSY, 5, view=view) for view in (0, 1)]
     both = render_fused(images.to(DEVICE), whole(images), stacked(*parts), BUSY)
-    for views, part in zip(both.chunk(2), parts, strict=True):
-        assert torch.equal(views, render_fused(images.to(DEVICE), whole(images), part, BUSY))
+    for one, part in zip(both.chunk(2), parts, strict=True):
+        assert torch.equal(one, render_fused(images.to(DEVICE), whole(images), part, BUSY))
 
 
 @kernels_run
 def test_in_bfloat16_only_the_result_is_rounded() -> None:
     images = photos(4, 20, 14)
-    arguments = (images.to(DEVICE), whole(images), draw(BUSY, 4, 0, 0, 0), BUSY)
+    arguments = (images.to(DEVICE), whole(images), drawn(BUSY, 4), BUSY)
     exact, rounded = render_fused(*arguments), render_fused(*arguments, torch.bfloat16)
     assert rounded.dtype == torch.bfloat16
     # Eight bits of which the last is rounded; the interpreter cuts it off.
@@ -169,14 +190,14 @@ def test_in_bfloat16_only_the_result_is_rounded() -> None:
 
 @pytest.mark.skipif(not ON_CUDA, reason="needs CUDA")
 def test_photographs_on_cuda() -> None:
-    config = ViewsConfig(**RAW)
+    views = group(AugmentationConfig(), size=224)
     canvas = photos(16, 375, 500)
     sizes = torch.stack((torch.randint(100, 376, (16,)), torch.randint(100, 501, (16,))), dim=1)
-    assert_fused_is_plain(canvas, sizes, draw(config, 16, 0, 0, 0), config)
+    assert_fused_is_plain(canvas, sizes, drawn(views, 16), views)
 
 
 @pytest.mark.skipif(not ON_CUDA, reason="needs CUDA")
 def test_cuda_takes_the_kernels() -> None:
     images = photos(4, 20, 14).cuda()
-    arguments = (images, whole(images), draw(BUSY, 4, 0, 0, 0), BUSY)
+    arguments = (images, whole(images), drawn(BUSY, 4), BUSY)
     assert torch.equal(render(*arguments), render_fused(*arguments))

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from helpers import make_images
-from xmoco.config import DataConfig, ViewsConfig
+from xmoco.config import DataConfig, InputConfig
 from xmoco.data import ArrayImages, ImageSet, open_images
 from xmoco.evaluate import cache
 from xmoco.evaluate.cache import cached_features, default_cache
 from xmoco.evaluate.features import Features, backbone_features
 
 CPU = torch.device("cpu")
-VIEWS = ViewsConfig(size=16)
+INPUT = InputConfig(size=16)
 
 
 class Looks(nn.Module):
@@ -48,10 +48,10 @@ class Kept:
         self.told: list[tuple[int, int]] = []
 
     def __call__(
-        self, backbone: nn.Module, images: ImageSet, views: ViewsConfig = VIEWS, border: bool = True
+        self, backbone: nn.Module, images: ImageSet, input: InputConfig = INPUT, border: bool = True
     ) -> Features:
         return cached_features(
-            backbone, images, views, CPU, readers=2, border=border, folder=self.folder,
+            backbone, images, input, CPU, readers=2, border=border, folder=self.folder,
             on_reading=lambda *counts: self.read.append(counts),
             on_progress=lambda *counts: self.told.append(counts), say=self.said.append,
         )  # fmt: skip
@@ -89,7 +89,7 @@ def same(found: Features, expected: Features) -> bool:
 )
 def test_features_are_computed_once(kept: Kept, labels: Tensor | None) -> None:
     backbone, images = Looks(), noise(labels)
-    expected = backbone_features(Looks(), images, VIEWS, CPU)
+    expected = backbone_features(Looks(), images, INPUT, CPU)
     assert same(kept(backbone, images), expected)
     assert backbone.seen == 12
     assert (kept.read, kept.told) == ([(12, 12)], [(12, 12)])
@@ -122,34 +122,34 @@ def test_what_features_depend_on_is_told_apart(kept: Kept) -> None:
     brighter, turned = noise(), noise()
     brighter.pixels[5, 1, 2, 3] ^= 1
     turned.pixels = turned.pixels.flip(0)
-    large = VIEWS.model_copy(update={"size": 64})
+    large = INPUT.model_copy(update={"size": 64})
     cases = [
-        (Looks(), noise(), VIEWS, True),
-        (shifted("mix.weight"), noise(), VIEWS, True),
-        (shifted("norm.running_var"), noise(), VIEWS, True),
-        (Renamed(), noise(), VIEWS, True),
-        (Looks(), brighter, VIEWS, True),
-        (Looks(), turned, VIEWS, True),
-        (Looks(), noise(torch.arange(12)), VIEWS, True),
-        (Looks(), noise(torch.arange(12) // 2), VIEWS, True),
-        (Looks(), noise(), VIEWS.model_copy(update={"mean": (0.5, 0.5, 0.5)}), True),
-        (Looks(), noise(), VIEWS.model_copy(update={"std": (0.5, 0.5, 0.5)}), True),
+        (Looks(), noise(), INPUT, True),
+        (shifted("mix.weight"), noise(), INPUT, True),
+        (shifted("norm.running_var"), noise(), INPUT, True),
+        (Renamed(), noise(), INPUT, True),
+        (Looks(), brighter, INPUT, True),
+        (Looks(), turned, INPUT, True),
+        (Looks(), noise(torch.arange(12)), INPUT, True),
+        (Looks(), noise(torch.arange(12) // 2), INPUT, True),
+        (Looks(), noise(), INPUT.model_copy(update={"mean": (0.5, 0.5, 0.5)}), True),
+        (Looks(), noise(), INPUT.model_copy(update={"std": (0.5, 0.5, 0.5)}), True),
         (Looks(), noise(), large, True),
         (Looks(), noise(), large, False),
-        (Looks(), noise(), VIEWS.model_copy(update={"eval_size": 48}), True),
+        (Looks(), noise(), INPUT.model_copy(update={"eval_size": 48}), True),
     ]
     for _ in range(2):
-        for backbone, images, views, border in cases:
-            expected = backbone_features(backbone, images, views, CPU, border=border)
-            assert same(kept(backbone, images, views, border), expected)
+        for backbone, images, input, border in cases:
+            expected = backbone_features(backbone, images, input, CPU, border=border)
+            assert same(kept(backbone, images, input, border), expected)
     assert kept.folder is not None
     assert len(list(kept.folder.iterdir())) == len(cases)
 
 
-def test_training_mode_and_random_views_make_no_difference(kept: Kept) -> None:
+def test_training_mode_and_the_size_of_random_views_make_no_difference(kept: Kept) -> None:
     first, second = Looks().eval(), Looks().train()
     kept(first, noise())
-    kept(second, noise(), VIEWS.model_copy(update={"flip": 0.1}))
+    kept(second, noise(), INPUT.model_copy(update={"size": 8, "eval_size": INPUT.size}))
     assert (first.seen, second.seen) == (12, 0)
 
 
@@ -232,7 +232,7 @@ def test_changing_features_does_not_change_the_file(kept: Kept) -> None:
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     kept = Kept(tmp_path / "file" / "features")
-    assert same(kept(Looks(), noise()), backbone_features(Looks(), noise(), VIEWS, CPU))
+    assert same(kept(Looks(), noise()), backbone_features(Looks(), noise(), INPUT, CPU))
     assert kept.said == [
         f"features cannot be kept in {kept.folder}: Not a directory. It goes on without."
     ]
@@ -245,7 +245,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(cache, "_write", write)
-    assert same(kept(Looks(), noise()), backbone_features(Looks(), noise(), VIEWS, CPU))
+    assert same(kept(Looks(), noise()), backbone_features(Looks(), noise(), INPUT, CPU))
     assert len(kept.said) == 1
     assert "No space left on device" in kept.said[0]
     assert kept.folder is not None

@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 from torchvision.transforms import v2
 
-from xmoco.config import DataConfig, ViewsConfig
+from xmoco.config import DataConfig, InputConfig
 from xmoco.data import ArrayImages, open_images
 from xmoco.data.batches import preload
 from xmoco.evaluate import features
@@ -18,7 +18,7 @@ from xmoco.evaluate.knn import knn_accuracy
 from xmoco.nn.backbones import build_backbone
 
 CPU = torch.device("cpu")
-VIEWS = ViewsConfig(size=16, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
+INPUT = InputConfig(size=16, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4))
 
 
 def pictures(count: int = 11, side: int = 16) -> ArrayImages:
@@ -28,7 +28,7 @@ def pictures(count: int = 11, side: int = 16) -> ArrayImages:
 
 
 def normalised(images: ArrayImages) -> torch.Tensor:
-    mean, std = (torch.tensor(value)[:, None, None] for value in (VIEWS.mean, VIEWS.std))
+    mean, std = (torch.tensor(value)[:, None, None] for value in (INPUT.mean, INPUT.std))
     return (images.pixels / 255 - mean) / std
 
 
@@ -37,13 +37,13 @@ def test_backbone_features_are_those_of_the_frozen_backbone(monkeypatch) -> None
     monkeypatch.setattr(features, "BATCH", 4)
     backbone, images = build_backbone("tiny", "cifar").train(), pictures()
     before = {name: value.clone() for name, value in backbone.state_dict().items()}
-    found = backbone_features(backbone, images, VIEWS, CPU).vectors
+    found = backbone_features(backbone, images, INPUT, CPU).vectors
     assert backbone.training
     assert found.shape == (11, 128)
     assert found.dtype == torch.float32
     assert not found.requires_grad
     assert all(torch.equal(value, before[name]) for name, value in backbone.state_dict().items())
-    whole = backbone_features(backbone.eval(), images, VIEWS, CPU).vectors
+    whole = backbone_features(backbone.eval(), images, INPUT, CPU).vectors
     assert not backbone.training
     assert_close(found, whole)
 
@@ -52,17 +52,17 @@ def test_backbone_features_are_those_of_the_frozen_backbone(monkeypatch) -> None
 def test_the_border_is_left_out_or_not(border: bool) -> None:
     images = pictures(side=100)
     images.pixels = images.pixels[:, :, :80]
-    views = VIEWS.model_copy(update={"size": 64})
+    input = INPUT.model_copy(update={"size": 64})
     shown = v2.Compose(
         [
             v2.ToDtype(torch.float32, scale=True),
             v2.Resize(73 if border else 64, antialias=True),
             v2.CenterCrop(64),
-            v2.Normalize(list(VIEWS.mean), list(VIEWS.std)),
+            v2.Normalize(list(INPUT.mean), list(INPUT.std)),
             nn.Flatten(),
         ]
     )
-    found = backbone_features(nn.Flatten(), images, views, CPU, border=border)
+    found = backbone_features(nn.Flatten(), images, input, CPU, border=border)
     assert_close(found.vectors, shown(images.pixels), atol=1e-4, rtol=0)
 
 
@@ -70,7 +70,7 @@ def test_progress_counts_images(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(features, "BATCH", 4)
     told: list[tuple[int, int]] = []
     backbone_features(
-        nn.Flatten(), pictures(), VIEWS, CPU, on_progress=lambda *counts: told.append(counts)
+        nn.Flatten(), pictures(), INPUT, CPU, on_progress=lambda *counts: told.append(counts)
     )
     assert told == [(4, 11), (8, 11), (11, 11)]
 
@@ -80,7 +80,7 @@ def test_features_of_low_precision_become_float32() -> None:
         def forward(self, images: torch.Tensor) -> torch.Tensor:
             return images.mean((2, 3)).bfloat16()
 
-    found = backbone_features(Half(), pictures(), VIEWS, CPU).vectors
+    found = backbone_features(Half(), pictures(), INPUT, CPU).vectors
     assert found.dtype == torch.float32
     assert_close(found, normalised(pictures()).mean((2, 3)), atol=1e-2, rtol=1e-2)
 
@@ -100,8 +100,8 @@ def test_on_cuda_features_are_the_same_wherever_they_live(
     monkeypatch: pytest.MonkeyPatch, on_device: int
 ) -> None:
     monkeypatch.setattr(features, "ON_DEVICE", on_device)
-    expected = backbone_features(nn.Flatten(), pictures(), VIEWS, CPU).vectors
-    found = backbone_features(nn.Flatten(), pictures(), VIEWS, torch.device("cuda")).vectors
+    expected = backbone_features(nn.Flatten(), pictures(), INPUT, CPU).vectors
+    found = backbone_features(nn.Flatten(), pictures(), INPUT, torch.device("cuda")).vectors
     assert found.is_cuda == (on_device > 0)
     assert_close(found.cpu(), expected, atol=4.5e-5, rtol=0)
 
@@ -109,19 +109,19 @@ def test_on_cuda_features_are_the_same_wherever_they_live(
 def test_several_labels_per_image() -> None:
     images = pictures()
     images.labels = torch.rand(11, 3, generator=torch.Generator().manual_seed(0)) > 0.5
-    found = backbone_features(nn.Flatten(), images, VIEWS, CPU).labels
+    found = backbone_features(nn.Flatten(), images, INPUT, CPU).labels
     assert found is not None
     assert torch.equal(found, images.labels)
 
 
 def test_pixel_features_are_normalised_pixels() -> None:
     images = pictures(side=16)
-    found = pixel_features(images, VIEWS, CPU).vectors
+    found = pixel_features(images, INPUT, CPU).vectors
     assert found.shape == (11, 3 * 16 * 16)
     flat = pictures(side=16)
     flat.pixels[:] = flat.pixels[:, :, :1, :1]  # nothing changes when cropped or resized
-    assert_close(pixel_features(flat, VIEWS, CPU).vectors, normalised(flat).flatten(1))
-    large = pixel_features(pictures(side=64), VIEWS.model_copy(update={"size": 64}), CPU)
+    assert_close(pixel_features(flat, INPUT, CPU).vectors, normalised(flat).flatten(1))
+    large = pixel_features(pictures(side=64), INPUT.model_copy(update={"size": 64}), CPU)
     assert large.labels is None
     assert large.vectors.shape == (11, 3 * 32 * 32)
 
@@ -132,7 +132,7 @@ def test_backbone_sees_normalised_images() -> None:
     backbone = build_backbone("tiny", "cifar").eval()
     with torch.no_grad():
         expected = backbone(normalised(flat))
-    assert_close(backbone_features(backbone, flat, VIEWS, CPU).vectors, expected)
+    assert_close(backbone_features(backbone, flat, INPUT, CPU).vectors, expected)
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -149,7 +149,7 @@ def test_labels_are_those_of_the_images_seen(tmp_path: Path, held: bool) -> None
     assert images is not None
     if held:
         images = preload(images, CPU)
-    flat = VIEWS.model_copy(update={"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)})
+    flat = INPUT.model_copy(update={"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)})
     for found in (
         pixel_features(images, flat, CPU),
         backbone_features(nn.Flatten(), images, flat, CPU),
@@ -169,5 +169,5 @@ def test_an_error_leaves_the_mode_as_it_was() -> None:
 
     broken = Broken().train()
     with pytest.raises(ValueError):  # noqa: PT011
-        backbone_features(broken, pictures(), VIEWS, CPU)
+        backbone_features(broken, pictures(), INPUT, CPU)
     assert broken.training

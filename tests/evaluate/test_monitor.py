@@ -8,6 +8,7 @@ from torch import nn
 
 from xmoco.data import ArrayImages, ImageSet, UnreadableImage
 from xmoco.data.subset import some_positions
+from xmoco.data.views import ViewGroup
 from xmoco.evaluate.monitor import Monitor
 from xmoco.report import pictures
 from xmoco.settings import load_config
@@ -61,7 +62,7 @@ def test_images_are_judged_at_the_size_that_was_asked_for() -> None:
             self.sides.add(images.shape[-1])
             return super().forward(images)
 
-    config = CONFIG.model_copy(update={"views": CONFIG.views.model_copy(update={"eval_size": 12})})
+    config = CONFIG.model_copy(update={"input": CONFIG.input.model_copy(update={"eval_size": 12})})
     judge = Monitor(config, "colours", coloured(6, 0), coloured(4, 1), torch.device("cpu"))
     assert judge.untrained(Watching()).protocol["size"] == 12
     assert Watching.sides == {12}
@@ -165,5 +166,6 @@ def test_a_broken_image_among_those_pictured_does_no_harm() -> None:
                 raise UnreadableImage("broken")
             return torch.zeros(3, 8, 8, dtype=torch.uint8)
 
-    picture = pictures.picture_views(BrokenFirst(), CONFIG.views, 0, torch.device("cpu"))
+    groups = [ViewGroup(("one view", "another"), CONFIG.views, CONFIG.input)]
+    picture = pictures.picture_views(BrokenFirst(), groups, 0, torch.device("cpu"))
     assert picture.startswith(b"\x89PNG")

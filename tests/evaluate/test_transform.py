@@ -49,7 +49,7 @@ def test_features_are_those_of_an_evaluation(tmp_path: Path, shape: tuple[int, i
 
     images = open_images(DataConfig(source=str(tmp_path / "images")), "train")
     assert images is not None
-    judged = backbone_features(backbone, images, transform.views, torch.device("cpu"))
+    judged = backbone_features(backbone, images, transform.input, torch.device("cpu"))
     assert_close(torch.nn.functional.normalize(own), torch.nn.functional.normalize(judged.vectors))
 
 

@@ -44,8 +44,11 @@ def knn(subject: str, epoch: int, value: float, k: int = 200) -> dict[str, Any]:
     }
 
 
-def folder(path: Path, *lines: dict[str, Any], config: str = XMOCO) -> Path:
-    (path / "config.yaml").write_text(config)
+def folder(path: Path, *lines: dict[str, Any], levels: dict[str, float] | None = None) -> Path:
+    (path / "config.yaml").write_text(XMOCO)
+    if levels is not None:
+        method = {"title": "XMoCo", "reference_levels": levels}
+        (path / "environment.json").write_text(json.dumps({"method": method}))
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -81,20 +84,24 @@ def test_panels_follow_what_was_logged(tmp_path: Path) -> None:
     assert titles(run) == ["Loss", "Terms of the loss", "Learning rate", "odd gauge"]
 
 
-def test_chance_is_ln_of_bank_length_plus_one_and_held_against_single_terms(tmp_path: Path) -> None:
-    run = folder(tmp_path, training(10, **{"loss": 6.0, "loss/source": 3.0}))
+def test_levels_are_the_method_s_and_held_against_single_terms(tmp_path: Path) -> None:
+    levels = {"chance": math.log(1025), "collapse": 4.0}
+    run = folder(tmp_path, training(10, **{"loss": 6.0, "loss/source": 3.0}), levels=levels)
     total, terms = panels(read_history(run))
     assert total.levels == {}
-    assert list(terms.levels.values()) == [pytest.approx(math.log(1025))]
+    assert terms.levels == levels
 
 
-def test_a_loss_without_terms_is_itself_held_against_chance(tmp_path: Path) -> None:
-    run = folder(tmp_path, training(10, loss=6.0))
-    assert len(panels(read_history(run))[0].levels) == 1
+def test_a_loss_without_terms_is_itself_held_against_the_levels(tmp_path: Path) -> None:
+    run = folder(tmp_path, training(10, loss=6.0), levels={"chance": 6.9})
+    assert panels(read_history(run))[0].levels == {"chance": 6.9}
 
 
-def test_no_chance_level_without_a_bank(tmp_path: Path) -> None:
-    run = folder(tmp_path, training(10, loss=6.0), config="method: {name: other}\n")
+@pytest.mark.parametrize("levels", [None, {}])
+def test_no_levels_where_the_method_named_none(
+    tmp_path: Path, levels: dict[str, float] | None
+) -> None:
+    run = folder(tmp_path, training(10, loss=6.0), levels=levels)
     assert panels(read_history(run))[0].levels == {}
 
 
@@ -118,6 +125,7 @@ def test_knn_shows_the_run_as_a_curve_and_others_as_levels(tmp_path: Path) -> No
         (knn("xmoco", 1, 64.0), 0, 100),
         (training(10, positive_probability=0.2), 0, 1),
         (training(10, waiting=0.02), 0, 100),
+        (training(10, **{"fill/queue": 0.5}), 0, 100),
         (training(10, images_per_second=1500.0), 0, 1500),
         (training(10, consistency_gap=-0.5), -0.5, 0),
     ],
@@ -133,6 +141,12 @@ def test_shares_are_shown_in_percent(tmp_path: Path) -> None:
     (panel,) = panels(read_history(folder(tmp_path, training(10, waiting=0.25))))
     assert panel.unit == "%"
     assert panel.curves["waiting"].values == [25.0]
+
+
+def test_how_full_a_memory_is_names_the_memory(tmp_path: Path) -> None:
+    (panel,) = panels(read_history(folder(tmp_path, training(10, **{"fill/queue": 0.25}))))
+    assert (panel.title, panel.unit) == ("Filling of the queue", "%")
+    assert panel.curves["fill/queue"].values == [25.0]
 
 
 def test_every_panel_names_its_axes_and_a_single_point_is_visible(tmp_path: Path) -> None:

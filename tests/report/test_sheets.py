@@ -17,6 +17,8 @@ RED, GREEN, BLUE = (
     torch.tensor(c, dtype=torch.uint8) for c in ((255, 0, 0), (0, 255, 0), (0, 0, 255))
 )
 
+NAMES = ("source view", "target view")
+
 
 def plain(colour: Tensor, height: int = 8, width: int = 8) -> Tensor:
     return colour[:, None, None].expand(3, height, width).clone()
@@ -49,25 +51,33 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Figure]:
 
 def test_views_stand_below_their_original() -> None:
     pair = (plain(RED, 8, 12), plain(GREEN), plain(BLUE))
-    picture = pixels(sheets.views_sheet([pair, pair]))
+    picture = pixels(sheets.views_sheet(NAMES, [pair, pair]))
     heights = [centre(picture, colour)[0] for colour in (RED, GREEN, BLUE)]
     assert heights == sorted(heights)
 
 
 def test_views_are_named(drawn: Callable[[], Figure]) -> None:
-    sheets.views_sheet([(plain(RED), plain(GREEN), plain(BLUE))])
+    sheets.views_sheet(NAMES, [(plain(RED), plain(GREEN), plain(BLUE))])
     names = [axes.get_ylabel() for axes in drawn().axes]
-    assert names == ["original", "source view", "target view"]
+    assert names == ["original", *NAMES]
+
+
+def test_a_sheet_has_as_many_views_as_a_method_makes(drawn: Callable[[], Figure]) -> None:
+    names = [f"crop {number}" for number in range(1, 6)]
+    sheets.views_sheet(names, [(plain(RED), *[plain(GREEN)] * 5)] * 2)
+    shown = drawn().axes
+    assert len(shown) == 12
+    assert [axes.get_ylabel() for axes in shown[::2]] == ["original", *names]
 
 
 def test_a_sheet_has_transparent_paper() -> None:
-    picture = pixels(sheets.views_sheet([(plain(RED), plain(GREEN), plain(BLUE))]))
+    picture = pixels(sheets.views_sheet(NAMES, [(plain(RED), plain(GREEN), plain(BLUE))]))
     assert picture[0, 0, 3] == 0
 
 
 def test_no_views_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least one image"):
-        sheets.views_sheet([])
+        sheets.views_sheet(NAMES, [])
 
 
 def test_neighbours_stand_right_of_their_query_in_order() -> None:
@@ -118,7 +128,7 @@ def test_large_pictures_are_smoothed_and_small_ones_keep_their_pixels(
     drawn: Callable[[], Figure],
 ) -> None:
     small, large = plain(RED, 32, 32), plain(RED, 300, 200)
-    sheets.views_sheet([(large, small, small)])
+    sheets.views_sheet(NAMES, [(large, small, small)])
     modes = [axes.images[0].get_interpolation() for axes in drawn().axes]
     assert modes[1] == modes[2] == "nearest"
     assert modes[0] != "nearest"

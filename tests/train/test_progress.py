@@ -21,9 +21,10 @@ XMOCO = {
     "learning_rate": 0.03,
     "images_per_second": 1512.3,
     "waiting": 0.02,
-    "bank_fill": 1.0,
+    "fill/bank": 1.0,
     "positive_probability": 0.2,
 }
+LEVELS = {"chance": math.log(1025)}
 FACTS = (
     "images/s 1,512  waiting 2%  rate 0.03  bank 100%",
     "loss 15.100  labels s 3.100 t 3.200  consistency s 4.400 t 4.500  chance 6.932",
@@ -48,9 +49,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def plain(**options: int) -> tuple[Progress, io.StringIO]:
     log = io.StringIO()
     settings = {"total_steps": 100, "steps_per_epoch": 10, "first_step": 0} | options
-    shown = Progress(
-        "a run", **settings, chance=math.log(1025), console=Console(file=log, width=80)
-    )
+    console = Console(file=log, width=80)
+    shown = Progress("a run", **settings, reference_levels=LEVELS, console=console)
     return shown, log
 
 
@@ -126,6 +126,20 @@ def test_another_method_shows_what_it_measures(clock: Clock) -> None:
         shown.update(1, {"loss": 6.2, "loss/source": 3.1, "loss/target": 3.1, "loss/odd_one": 1.0})
     assert "loss 6.200 · terms s 3.100 t 3.100 · odd one 1.000 · chance 6.932" in log.getvalue()
     assert "bank" not in log.getvalue()
+
+
+def test_a_method_without_levels_or_memories_shows_none(clock: Clock) -> None:
+    log = io.StringIO()
+    with Progress("a run", 10, 5, 0, {}, Console(file=log, width=80)) as shown:
+        shown.update(1, {"loss": 6.2})
+    assert log.getvalue().endswith("loss 6.200\n")
+
+
+def test_every_memory_shows_how_full_it_is(clock: Clock) -> None:
+    shown, log = plain()
+    with shown:
+        shown.update(1, {"loss": 6.2, "fill/queue": 0.25, "fill/prototypes": 1.0})
+    assert "queue 25% · prototypes 100% · loss 6.200" in log.getvalue()
 
 
 def test_knn_keeps_the_best(clock: Clock) -> None:
@@ -205,7 +219,7 @@ def test_notes_are_printed_as_they_are(clock: Clock) -> None:
 def test_a_terminal_shows_four_lines_that_fit(clock: Clock, width: int) -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=width, legacy_windows=False)
-    with Progress("a run", 1410, 47, 0, math.log(1025), console) as shown:
+    with Progress("a run", 1410, 47, 0, LEVELS, console) as shown:
         for step in range(1, 121):
             clock.now += 0.5
             shown.tick(step)

@@ -69,13 +69,15 @@ class Batches:
         known_unreadable: Iterable[tuple[str, str]] = (),
         on_progress: Progress | None = None,
     ) -> None:
-        if batch % processes:
+        shares = processes * parts
+        if batch % shares:
+            among = f"{processes} processes" if parts == 1 else f"{processes} × {parts} parts"
             raise UserError(
-                f"a batch of {batch} images cannot be shared equally by {processes} processes; "
-                f"{batch - batch % processes or processes} can."
+                f"a batch of {batch} images cannot be shared equally by {among}; "
+                f"{batch - batch % shares or shares} can."
             )
         if len(images) < batch:
-            largest, least = len(images) - len(images) % processes, max(2, processes)
+            largest, least = len(images) - len(images) % shares, max(2, shares)
             way_out = (
                 f"the largest batch possible is {largest}"
                 if largest >= least
