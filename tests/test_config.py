@@ -7,7 +7,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from xmoco.config import Config, MoCoV2PlusConfig, XMoCoConfig
+from xmoco.config import (
+    KINDS,
+    AdamWConfig,
+    AugmentationConfig,
+    Config,
+    LARSConfig,
+    MoCoV2PlusConfig,
+    SGDConfig,
+    XMoCoConfig,
+)
 from xmoco.errors import UserError, nearest
 from xmoco.settings import (
     OTHER_NAMES,
@@ -35,44 +44,50 @@ def test_the_imagenet_recipe_is_the_papers() -> None:
     assert (model.head_layers, model.head_hidden, model.feature_size) == (4, 2048, 128)
     assert model.batch_norm == "auto"
     assert (config.train.batch, config.train.epochs, config.train.accumulate) == (512, 200, 1)
+    assert (method.label_weight, method.consistency_weight) == (1, 1)
     optim = config.optim
+    assert isinstance(optim, SGDConfig)
+    assert not optim.nesterov
+    assert optim.decay_norms_and_biases
     assert (optim.learning_rate, optim.cosine_offset, optim.warmup_epochs) == (0.0675, 0.1, 0)
     assert (optim.weight_decay, optim.sgd_momentum) == (1e-4, 0.9)
     views = config.views
-    assert (views.size, views.crop_scale, views.crop_ratio) == (224, (0.2, 1.0), (3 / 4, 4 / 3))
+    assert (views.crop_scale, views.crop_ratio) == ((0.2, 1.0), (3 / 4, 4 / 3))
     assert (views.flip, views.jitter, views.grey, views.invert) == (0.5, 0.8, 0.2, 0)
     assert (views.brightness, views.contrast, views.saturation, views.hue) == (0.8, 0.8, 0.8, 0.2)
     assert (views.blur, views.blur_kernel, views.blur_sigma) == (0.5, 23, (0.1, 2.0))
-    assert views.mean == (0.485, 0.456, 0.406)
-    assert views.std == (0.228, 0.224, 0.225)
+    assert (config.input.size, config.input.eval_size) == (224, None)
+    assert config.input.mean == (0.485, 0.456, 0.406)
+    assert config.input.std == (0.228, 0.224, 0.225)
     assert (config.monitor.knn_k, config.monitor.knn_temperature) == (200, 0.1)
 
 
 def test_backbones_are_judged_at_the_size_of_views_or_another() -> None:
-    assert load_config(None, ["size=96"]).views.central_size == 96
-    views = load_config(None, ["size=96", "eval_size=128"]).views
-    assert (views.size, views.central_size) == (96, 128)
-    assert load_config(None, ["eval_size=null"]).views.central_size == 224
-    with pytest.raises(UserError, match=r"views\.eval_size = 7: .* 8\."):
+    assert load_config(None, ["size=96"]).input.central_size == 96
+    shown = load_config(None, ["size=96", "eval_size=128"]).input
+    assert (shown.size, shown.central_size) == (96, 128)
+    assert load_config(None, ["eval_size=null"]).input.central_size == 224
+    with pytest.raises(UserError, match=r"input\.eval_size = 7: .* 8\."):
         load_config(None, ["eval_size=7"])
 
 
 def test_the_size_to_judge_at_belongs_to_the_size_it_was_found_for(tmp_path: Path) -> None:
     def sizes(recipe: str | Path, *overrides: str) -> tuple[int, int | None]:
-        views = load_config(recipe, overrides).views
-        return views.size, views.eval_size
+        shown = load_config(recipe, overrides).input
+        return shown.size, shown.eval_size
 
     assert sizes("cifar10") == (32, 48)
     assert sizes("cifar10", "size=96") == (96, None)
     assert sizes("cifar10", "eval_size=40") == (32, 40)
     assert sizes("cifar10", "eval_size=128", "size=96") == (96, 128)
     heir = tmp_path / "heir.yaml"
-    heir.write_text("inherits: cifar10\nviews: {size: 64}\n")
+    heir.write_text("inherits: cifar10\ninput: {size: 64}\n")
     assert sizes(heir) == (64, None)
-    heir.write_text("inherits: cifar10\nviews: {size: 64, eval_size: 80}\n")
+    heir.write_text("inherits: cifar10\ninput: {size: 64, eval_size: 80}\n")
     assert sizes(heir) == (64, 80)
-    heir.write_text("inherits: cifar10\nviews: {blur: 0.5}\n")
-    assert sizes(heir) == (32, 48)
+    for others in ("views: {blur: 0.5}", "input: {mean: [0.5, 0.5, 0.5]}"):
+        heir.write_text(f"inherits: cifar10\n{others}\n")
+        assert sizes(heir) == (32, 48)
 
 
 def test_there_are_four_recipes_and_all_load() -> None:
@@ -83,8 +98,9 @@ def test_there_are_four_recipes_and_all_load() -> None:
 
 def test_a_recipe_inherits_key_by_key() -> None:
     parent, child = load_config("imagenet"), load_config("imagenette")
-    assert child.views.size == 128
-    assert child.views.mean == parent.views.mean
+    assert child.input.size == 128
+    assert child.input.mean == parent.input.mean
+    assert child.views == parent.views
     assert child.method == parent.method.model_copy(update={"key_momentum": 0.99})
 
 
@@ -152,9 +168,21 @@ def test_an_empty_recipe_is_all_defaults(tmp_path: Path) -> None:
     assert load_config(tmp_path / "empty.yaml") == load_config() == Config()
 
 
-def test_field_names_are_unique() -> None:
-    names = [field for _, field in all_fields()]
-    assert len(names) == len(set(names))
+def test_hardly_any_sections_share_a_field() -> None:
+    """So a key needs no section; but the kinds of several sections have a ``name``."""
+    sections: dict[str, list[str]] = {}
+    for section, field in all_fields():
+        sections.setdefault(field, []).append(section)
+    assert sections.pop("name") == list(KINDS)
+    shared = [found for found in sections.values() if len(found) > 1]
+    assert shared == [["views", "weak_views"]] * len(AugmentationConfig.model_fields)
+
+
+def test_the_first_section_that_has_a_field_is_meant() -> None:
+    before = load_config("demo")
+    usual, weak = load_config("demo", ["flip=0.1"]), load_config("demo", ["weak_views.flip=0.1"])
+    assert (usual.views.flip, usual.weak_views) == (0.1, before.weak_views)
+    assert (weak.views, weak.weak_views.flip) == (before.views, 0.1)
 
 
 @pytest.mark.parametrize("key", ["optim.weight_decay", "weight_decay"])
@@ -197,6 +225,64 @@ def test_a_setting_of_another_method_is_refused_in_any_order(changes: list[str])
         assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["simclr", "byol", "swav"])
+def test_methods_without_banks(name: str) -> None:
+    """They keep what they know of a recipe's method, and have no banks to set."""
+    for recipe in recipe_names():
+        assert (
+            load_config(recipe, [f"method={name}"]).method
+            == load_config(recipe, [f"method.name={name}"]).method
+        )
+    method = load_config("demo", [f"method={name}"]).method
+    assert method.name == name
+    if name == "byol":
+        assert method.key_momentum == load_config("demo").method.key_momentum
+    with pytest.raises(UserError, match=f"{name} has no setting bank_length"):
+        load_config("demo", [f"method={name}", "bank_length=8"])
+
+
+def test_the_views_of_swav() -> None:
+    changes = ["method=swav", "local_crops=4", "local_size=24", "local_scale=[0.1, 0.3]"]
+    method = load_config("demo", changes).method
+    assert (method.local_crops, method.local_size, method.local_scale) == (4, 24, (0.1, 0.3))
+    with pytest.raises(UserError, match=r"method\.local_scale = \[0, 1\]: must be 0 < low ≤ high"):
+        load_config("demo", ["method=swav", "local_scale=[0, 1]"])
+
+
+@pytest.mark.parametrize("choice", ["optim=lars", "optim.name=lars"])
+def test_another_optimiser_keeps_what_fits(choice: str) -> None:
+    before = load_config("demo").optim
+    lars = load_config("demo", [choice, "trust=0.02", "sgd_momentum=0.8"]).optim
+    assert isinstance(lars, LARSConfig)
+    assert (lars.trust, lars.sgd_momentum) == (0.02, 0.8)
+    assert (lars.learning_rate, lars.weight_decay) == (before.learning_rate, before.weight_decay)
+    adamw = load_config("imagenet", ["optim=adamw", "betas=[0.9, 0.95]"]).optim  # has sgd_momentum
+    assert isinstance(adamw, AdamWConfig)
+    assert adamw.betas == (0.9, 0.95)
+    with pytest.raises(UserError, match=r"optim\.betas = \[0.9, 1\]: must be two numbers from 0"):
+        load_config("demo", ["optim=adamw", "betas=[0.9, 1]"])
+
+
+def test_a_recipe_for_another_optimiser_drops_what_it_lacks(tmp_path: Path) -> None:
+    parent, child, grandchild = (tmp_path / f"{name}.yaml" for name in ("one", "two", "three"))
+    parent.write_text("optim: {name: lars, trust: 0.02, sgd_momentum: 0.8, weight_decay: 0.5}\n")
+    child.write_text("inherits: one.yaml\noptim: adamw\n")
+    adamw = load_config(child).optim
+    assert isinstance(adamw, AdamWConfig)
+    assert adamw.weight_decay == 0.5
+    grandchild.write_text("inherits: two.yaml\noptim: {name: lars, learning_rate: 0.3}\n")
+    lars = load_config(grandchild).optim
+    assert isinstance(lars, LARSConfig)  # what was dropped on the way is not found again
+    assert (lars.trust, lars.sgd_momentum, lars.weight_decay) == (0.001, 0.9, 0.5)
+    grandchild.write_text("inherits: two.yaml\noptim: {trust: 0.1}\n")
+    with pytest.raises(UserError, match="adamw has no setting trust"):
+        load_config(grandchild)
+    both = "inherits: one.yaml\noptim: {name: sgd, trust: 0.1}\n"
+    child.write_text(both)
+    with pytest.raises(UserError, match="sgd has no setting trust"):
+        load_config(child)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -217,11 +303,21 @@ def test_a_setting_of_another_method_is_refused_in_any_order(changes: list[str])
         ("crop_ratio=[2, 1]", "crop_ratio"),
         ("blur_sigma=[0, 1]", "blur_sigma"),
         ("blur_kernel=4", "views.blur_kernel = 4: must be odd"),
-        ("std=[0, 1, 1]", "views.std = [0, 1, 1]: must be positive"),
-        ("mean=[1, 2]", "views.mean = [1, 2]: must be three numbers"),
+        ("std=[0, 1, 1]", "input.std = [0, 1, 1]: must be positive"),
+        ("mean=[1, 2]", "input.mean = [1, 2]: must be three numbers"),
         ("download=maybe", "data.download = 'maybe': must be true or false"),
         ("source=", "data.source = '': must not be empty"),
         ("method=[1]", "unknown method [1]"),
+        ("method=simclear", "unknown method 'simclear' (did you mean simclr?); there are xmoco, "),
+        ("optim=[1]", "unknown optimiser [1]; there are sgd, lars, adamw."),
+        ("optim=lar", "unknown optimiser 'lar' (did you mean lars?); there are sgd, lars, adamw."),
+        ("optim.name=adam", "unknown optimiser 'adam' (did you mean adamw?)"),
+        ("trust=0.01", "sgd has no setting trust"),
+        ("optim.betas=[0.9, 0.99]", "sgd has no setting betas"),
+        ("sgd_momentum=1", "optim.sgd_momentum = 1"),
+        ("local_scale=[0, 1]", "xmoco has no setting local_scale"),
+        ("label_weight=1.5", "method.label_weight = 1.5"),
+        ("consistency_weight=-1", "method.consistency_weight = -1"),
         ("epochs=2024-13-45", "train.epochs = '2024-13-45'"),
         ("lr=1", "did you mean learning_rate?"),
         ("tau=1", "did you mean temperature?"),
@@ -254,7 +350,6 @@ def test_all_mistakes_within_a_section_at_once() -> None:
         "crop_ratio": "[2, 1]",
         "blur_sigma": "[0, 1]",
         "blur_kernel": "4",
-        "std": "[0, 1, 1]",
         "hue": "3",
     }
     with pytest.raises(UserError) as caught:
@@ -274,9 +369,10 @@ def test_other_names_are_suggestions_for_settings_that_exist() -> None:
     momentum=st.floats(0, 0.999),
     scale=st.floats(0.01, 1),
     source=st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"]), min_size=1),
-    method=st.sampled_from(["xmoco", "mocov2plus"]),
+    method=st.sampled_from(sorted(KINDS["method"])),
+    optim=st.sampled_from(["sgd", "lars"]),
 )
-@example(epochs=1, momentum=1e-5, scale=0.5, source="1e5", method="xmoco")
+@example(epochs=1, momentum=1e-5, scale=0.5, source="1e5", method="xmoco", optim="sgd")
 def test_config_yaml_reads_back(
     tmp_path_factory: pytest.TempPathFactory,
     epochs: int,
@@ -284,9 +380,12 @@ def test_config_yaml_reads_back(
     scale: float,
     source: str,
     method: str,
+    optim: str,
 ) -> None:
     changes = {"epochs": epochs, "sgd_momentum": momentum, "crop_scale": (scale, 1.0)}
-    config = load_config("demo", [f"method={method}"], changes | {"source": source})
+    config = load_config(
+        "demo", [f"method={method}", f"optim={optim}"], changes | {"source": source}
+    )
     file = tmp_path_factory.getbasetemp() / "config.yaml"
     file.write_text(config_yaml(config), encoding="utf-8")
     assert read_config(file) == config
@@ -332,17 +431,24 @@ def test_differences_leave_out_where_it_runs() -> None:
     assert differences(old, old) == []
 
 
-def test_automatic_batch_norm_agrees_with_what_a_run_chose() -> None:
+def test_automatic_batch_norm_is_another_setting_than_what_it_chooses() -> None:
     auto, split = (load_config("demo", [f"batch_norm={kind}"]) for kind in ("auto", "split"))
-    assert differences(split, auto) == []
+    assert differences(auto, auto) == []
+    assert differences(split, auto) == ["model.batch_norm: split → auto"]
     assert differences(auto, split) == ["model.batch_norm: auto → split"]
 
 
 def test_descriptions_cover_every_field() -> None:
-    described = setting_descriptions(load_config("imagenet"))
-    named = {(section, key) for section, fields in described.items() for key, _, _ in fields}
+    named = set()
+    for changes in (
+        *([f"method={name}"] for name in KINDS["method"]),
+        *([f"optim={name}"] for name in KINDS["optim"]),
+    ):
+        described = setting_descriptions(load_config("imagenet", changes))
+        named |= {(section, key) for section, fields in described.items() for key, _, _ in fields}
+        assert all(meaning for fields in described.values() for _, _, meaning in fields)
     assert named == set(all_fields())
-    assert all(meaning for fields in described.values() for _, _, meaning in fields)
+    described = setting_descriptions(load_config("imagenet"))
     assert ("learning_rate", "0.0675") in [row[:2] for row in described["optim"]]
 
 

@@ -48,7 +48,8 @@ class HalfCosine:
     end: float
 
     def __call__(self, clock: Clock) -> float:
-        return self.end - (self.end - self.start) * 0.5 * (1 + math.cos(math.pi * clock.done))
+        left = 0.5 * (1 + math.cos(math.pi * clock.done))
+        return self.start * left + self.end * (1 - left)
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ def load_config(
     """The recipe (a name, a yaml file, or none for plain defaults) with changes to it.
 
     Changes come as ``key=value`` texts and as a mapping of keys to values. A key is
-    ``section.field``, or just ``field``: no two sections share a field. All mistakes are reported
-    at once, in one ``UserError``.
+    ``section.field``, or just ``field``, which is that of the first section that has it. All
+    mistakes are reported at once, in one ``UserError``.
     """
     mistakes: list[str] = []
     asked: list[tuple[str, Any]] = []
@@ -143,10 +143,7 @@ def config_yaml(config: Config) -> str:
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """``section.field: old → new`` for everything but where the run takes place.
-
-    A run keeps the batch norm it chose, so asking for ``auto`` again agrees with any.
-    """
+    """``section.field: old → new`` for everything but where the run takes place."""
     before, after = old.model_dump(), new.model_dump()
     found = []
     for section in before:
@@ -154,8 +151,7 @@ def differences(old: Config, new: Config) -> list[str]:
             continue
         for field in before[section] | after[section]:
             was, now = before[section].get(field), after[section].get(field)
-            agrees = was == now or (field, now) == ("batch_norm", "auto")
-            if not agrees:
+            if was != now:
                 found.append(f"{section}.{field}: {was} → {now}")
     return found
 
