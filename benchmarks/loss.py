@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from cuda_graph import recorded
 from recipe import RESULTS
 from xmoco.losses import MoCoLoss, XMoCoLoss
 from xmoco.records import Record, append_records
@@ -102,7 +103,7 @@ def measure(subject: str, work: Work, launch: str, trials: int) -> list[Record]:
         torch.cuda.reset_peak_memory_stats()
     trial = as_trial(build(subject, work), features)
     if launch == "graph":
-        trial = as_graph(trial)
+        trial = recorded(trial)
     values = {"loss_ms": (median_milliseconds(trial, trials, on_gpu), "ms")}
     if on_gpu:
         peak = torch.cuda.max_memory_allocated() - before
@@ -122,15 +123,17 @@ def measure(subject: str, work: Work, launch: str, trials: int) -> list[Record]:
     ]
 
 
-def build(subject: str, work: Work) -> MoCoLoss:
+def build(subject: str, work: Work) -> MoCoLoss | XMoCoLoss:
     """A loss as it is in the midst of training: every slot of its memory is taken."""
     torch.manual_seed(SEED)
     kind = MoCoLoss if subject == "mocov2plus" else XMoCoLoss
     criterion = kind(work.feature_size, work.bank_length).to(work.device)
     criterion.plain = subject == PLAIN
     criterion.banks.enqueue(*unit_rows(2, work.bank_length, work))
-    if isinstance(criterion, XMoCoLoss) and criterion.history is not None:
-        criterion.history.enqueue(*unit_rows(2, work.bank_length, work))
+    if isinstance(criterion, XMoCoLoss):
+        assert criterion.soft_labels is not None
+        assert criterion.soft_labels.history is not None
+        criterion.soft_labels.history.enqueue(*unit_rows(2, work.bank_length, work))
     return criterion
 
 
@@ -146,7 +149,7 @@ def random_features(work: Work) -> list[Tensor]:
     return [q_s.requires_grad_(), q_t.requires_grad_(), k_s, k_t]
 
 
-def as_trial(criterion: MoCoLoss, features: list[Tensor]) -> Callable[[], None]:
+def as_trial(criterion: MoCoLoss | XMoCoLoss, features: list[Tensor]) -> Callable[[], None]:
     def trial() -> None:
         for query in features[:2]:
             query.grad = None
@@ -154,19 +157,6 @@ def as_trial(criterion: MoCoLoss, features: list[Tensor]) -> Callable[[], None]:
         loss.backward()
 
     return trial
-
-
-def as_graph(trial: Callable[[], None]) -> Callable[[], None]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            trial()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        trial()
-    return graph.replay
 
 
 def median_milliseconds(trial: Callable[[], None], trials: int, on_gpu: bool) -> float:

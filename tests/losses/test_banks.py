@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from xmoco.losses import MoCoLoss, XMoCoLoss
 from xmoco.losses.bank import KeyBanks, PairedRing
-from xmoco.losses.xmoco import History
+from xmoco.losses.soft_labels import History
 
 HISTORIES: list[History] = ["queries", "probabilities", "none"]
 
@@ -69,7 +69,7 @@ def test_banks_begin_with_random_unit_vectors_that_do_not_count_as_filled() -> N
 
 
 @pytest.mark.parametrize("kind", [XMoCoLoss, MoCoLoss])
-def test_keys_of_an_image_share_a_slot(kind: type[MoCoLoss]) -> None:
+def test_keys_of_an_image_share_a_slot(kind: type[MoCoLoss | XMoCoLoss]) -> None:
     criterion = kind(8, 7)
     for _ in range(4):
         q_s, q_t, k_s, k_t = random_features(5, 8)
@@ -81,13 +81,15 @@ def test_keys_of_an_image_share_a_slot(kind: type[MoCoLoss]) -> None:
 
 def test_a_past_query_sits_in_the_slot_of_its_keys() -> None:
     criterion = XMoCoLoss(8, 7)
-    assert criterion.history is not None
+    assert criterion.soft_labels is not None
+    history = criterion.soft_labels.history
+    assert history is not None
     for _ in range(4):
         q_s, q_t, k_s, k_t = random_features(5, 8)
         criterion(q_s, q_t, k_s, k_t)
         slots = [int((criterion.banks.source == k).all(dim=1).nonzero()) for k in k_s]
-        assert torch.equal(criterion.history.source[slots], q_s)
-        assert torch.equal(criterion.history.target[slots], q_t)
+        assert torch.equal(history.source[slots], q_s)
+        assert torch.equal(history.target[slots], q_t)
 
 
 @pytest.mark.parametrize("history", ["queries", "probabilities"])
@@ -132,7 +134,7 @@ def test_state_of_moco_round_trips_too() -> None:
 
 
 @pytest.mark.parametrize("kind", [XMoCoLoss, MoCoLoss])
-def test_two_forwards_before_two_backwards(kind: type[MoCoLoss]) -> None:
+def test_two_forwards_before_two_backwards(kind: type[MoCoLoss | XMoCoLoss]) -> None:
     """Keys enter the banks before the backward pass needs the old ones."""
     one_by_one, together = kind(6, 8), kind(6, 8)
     together.load_state_dict(one_by_one.state_dict())
@@ -166,8 +168,8 @@ def buffer_bytes(criterion: XMoCoLoss) -> int:
 def test_probabilities_cost_what_the_paper_says(K: int, mib: int) -> None:
     """Batch 512, d 128: banks, history and the batch's own rows, both sides, rounded down."""
     criterion = XMoCoLoss(128, K, history="probabilities")
-    log_p_s, log_p_t = criterion.similarities(*random_features(512, 128))
-    rows = log_p_s[:, 1:].nbytes + log_p_t[:, 1:].nbytes
+    P_s, P_t = criterion.similarities(*random_features(512, 128))
+    rows = P_s.log_p[:, 1:].nbytes + P_t.log_p[:, 1:].nbytes
     assert (buffer_bytes(criterion) + rows) // 2**20 == mib
 
 

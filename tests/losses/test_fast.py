@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing import assert_close
 
-from xmoco.losses import MoCoLoss, XMoCoLoss, streamed, xmoco
-from xmoco.losses.sinkhorn import peer_scaling
+from xmoco.losses import MoCoLoss, XMoCoLoss, soft_labels, streamed
+from xmoco.losses.bank import PairedRing
+from xmoco.losses.sinkhorn import column_scaling
 from xmoco.losses.streamed import can_stream
 
-BUILD: dict[str, Callable[[int, int], MoCoLoss]] = {
+Loss = MoCoLoss | XMoCoLoss
+
+BUILD: dict[str, Callable[[int, int], Loss]] = {
     "moco": lambda d, K: MoCoLoss(d, K),
     "queries": lambda d, K: XMoCoLoss(d, K, history="queries"),
     "probabilities": lambda d, K: XMoCoLoss(d, K, history="probabilities"),
@@ -28,7 +31,7 @@ BUILD: dict[str, Callable[[int, int], MoCoLoss]] = {
 }
 
 
-def twins(kind: str, d: int, K: int, precision: torch.dtype) -> tuple[MoCoLoss, MoCoLoss]:
+def twins(kind: str, d: int, K: int, precision: torch.dtype) -> tuple[Loss, Loss]:
     """The same loss twice, fast and plain."""
     fast, plain = BUILD[kind](d, K).to(precision), BUILD[kind](d, K).to(precision)
     plain.load_state_dict(fast.state_dict())
@@ -59,7 +62,7 @@ def dense_logsumexp(
 @pytest.fixture
 def streams_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(streamed, "_logsumexp", dense_logsumexp)
-    monkeypatch.setattr(xmoco, "can_stream", lambda _: True)
+    monkeypatch.setattr(soft_labels, "can_stream", lambda _: True)
     return
 
 
@@ -148,9 +151,9 @@ def log_space(log_kernel: Tensor, iterations: int) -> Tensor:
     kernel = log_kernel.double()
     samples = torch.zeros(len(kernel), 1, dtype=torch.float64)
     for _ in range(iterations):
-        peers = -(kernel + samples).logsumexp(dim=0)
-        samples = -(kernel + peers).logsumexp(dim=1, keepdim=True)
-    return peers
+        columns = -(kernel + samples).logsumexp(dim=0)
+        samples = -(kernel + columns).logsumexp(dim=1, keepdim=True)
+    return columns
 
 
 @given(
@@ -166,19 +169,19 @@ def test_rounds_outside_log_space_lose_nothing(
 ) -> None:
     """Also for kernels e^3000 wide, in float32: as exact as its log kernel is."""
     log_kernel = size * torch.randn(M, K, generator=torch.Generator().manual_seed(seed))
-    found, expected = peer_scaling(log_kernel, iterations), log_space(log_kernel, iterations)
+    found, expected = column_scaling(log_kernel, iterations), log_space(log_kernel, iterations)
     error = found.double() - expected
     tolerance = 8 * torch.finfo(torch.float32).eps * (8 + 4 * size)
     assert (error - error.mean()).abs().max() < iterations * tolerance
 
 
 def test_a_thousand_rounds_on_a_hopeless_kernel_stay_finite() -> None:
-    """Five samples that all want peer 0, for 40 peers: the totals cannot be balanced."""
+    """Five samples that all want column 0 of 40: the totals cannot be balanced."""
     log_kernel = torch.zeros(5, 40)
     log_kernel[:, 0] = 500
-    assert peer_scaling(log_kernel, 1000).isfinite().all()
+    assert column_scaling(log_kernel, 1000).isfinite().all()
     assert_close(
-        (log_kernel + peer_scaling(log_kernel, 1000)).softmax(dim=1).sum(dim=1), torch.ones(5)
+        (log_kernel + column_scaling(log_kernel, 1000)).softmax(dim=1).sum(dim=1), torch.ones(5)
     )
 
 
@@ -200,7 +203,7 @@ def test_streaming_takes_the_same_rows_with_the_same_weights(
     torch.manual_seed(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streamed, "_logsumexp", dense_logsumexp)
-        patch.setattr(xmoco, "can_stream", lambda _: True)
+        patch.setattr(soft_labels, "can_stream", lambda _: True)
         fast = XMoCoLoss(d, K, iterations=iterations).double()
         fast.banks.source.copy_(fast.banks.source.half())
         fast.banks.target.copy_(fast.banks.target.half())
@@ -236,15 +239,18 @@ def test_the_whole_loss_is_one_graph_that_no_step_recompiles() -> None:
 
 
 @pytest.mark.usefixtures("streams_on_cpu")
-def test_gauges_stream_too() -> None:
+def test_labels_stream_too() -> None:
     torch.manual_seed(0)
     fast, plain = twins("queries", 6, 9, torch.float32)
+    assert isinstance(fast, XMoCoLoss)
+    assert isinstance(plain, XMoCoLoss)
     for _ in range(3):
         features = random_features(5, 6, torch.float32)
         fast(*features)
         plain(*features)
     features = random_features(5, 6, torch.float32)
-    assert_close(fast.metrics(*features), plain.metrics(*features), rtol=1e-3, atol=1e-3)
+    found, expected = (kind.labels(*kind.similarities(*features)) for kind in (fast, plain))
+    assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("installed", [True, False])
@@ -304,24 +310,28 @@ def course(kind: str, is_plain: bool) -> list[float]:
 # The counter on the device
 
 
+def history_of(criterion: XMoCoLoss) -> PairedRing:
+    assert criterion.soft_labels is not None
+    assert criterion.soft_labels.history is not None
+    return criterion.soft_labels.history
+
+
 def test_the_counter_goes_where_the_rows_go() -> None:
     criterion = XMoCoLoss(6, 8).to("meta")
-    assert criterion.history is not None
     assert criterion.banks.enqueued.is_meta
-    assert criterion.history.enqueued.is_meta
+    assert history_of(criterion).enqueued.is_meta
     assert XMoCoLoss(6, 8).double().banks.enqueued.dtype == torch.int64
 
 
 def test_an_emptier_state_makes_a_full_history_wait_again() -> None:
     torch.manual_seed(0)
     criterion = XMoCoLoss(6, 8)
-    assert criterion.history is not None
     fresh = {name: torch.as_tensor(value).clone() for name, value in criterion.state_dict().items()}
     for _ in range(3):
         criterion(*random_features(5, 6, torch.float32))
-    assert criterion.history.full
+    assert history_of(criterion).full
     criterion.load_state_dict(fresh)
-    assert not criterion.history.full
+    assert not history_of(criterion).full
     assert criterion.banks.fill == 0
 
 

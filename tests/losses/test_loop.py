@@ -28,7 +28,9 @@ def views(images: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     ],
     ids=["moco", "queries", "probabilities", "none"],
 )
-def test_twenty_steps_of_a_plain_loop_lower_the_loss(build: Callable[[], MoCoLoss]) -> None:
+def test_twenty_steps_of_a_plain_loop_lower_the_loss(
+    build: Callable[[], MoCoLoss | XMoCoLoss],
+) -> None:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(256, 24, generator=generator)

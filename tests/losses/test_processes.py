@@ -17,14 +17,14 @@ from torch.testing import assert_close
 
 from xmoco import distributed
 from xmoco.losses import MoCoLoss, XMoCoLoss
-from xmoco.losses.xmoco import History
+from xmoco.losses.soft_labels import History
 from xmoco.nn.batchnorm import keys_in_other_processes
 
 D, K, BATCH, STEPS = 6, 9, 4, 5  # after two steps of 4 images the history of 9 is not full yet
 KINDS = ["queries", "probabilities", "none", "moco"]
 
 
-def build(kind: str) -> MoCoLoss:
+def build(kind: str) -> MoCoLoss | XMoCoLoss:
     torch.manual_seed(0)
     if kind == "moco":
         return MoCoLoss(D, K).double()
@@ -97,7 +97,7 @@ def test_banks_and_history_are_those_of_one_process(both: list[dict[str, Any]], 
     for found in both:
         assert found[kind]["state"].keys() == expected.keys()
         for name, value in expected.items():
-            if kind == "probabilities" and name.startswith("history"):
+            if kind == "probabilities" and name.startswith("soft_labels.history"):
                 assert_close(found[kind]["state"][name], value)  # products of fewer rows round
             else:
                 assert torch.equal(found[kind]["state"][name], value), name

@@ -11,12 +11,12 @@ from reference import Array
 from torch import Tensor
 from torch.testing import assert_close
 
-from xmoco.losses.sinkhorn import peer_scaling
+from xmoco.losses.sinkhorn import column_scaling
 
 
 def plan(log_kernel: Tensor, iterations: int) -> Tensor:
     """The transport plan with sample totals 1/M."""
-    return (log_kernel + peer_scaling(log_kernel, iterations)).softmax(dim=1) / len(log_kernel)
+    return (log_kernel + column_scaling(log_kernel, iterations)).softmax(dim=1) / len(log_kernel)
 
 
 def scaled(kernel: Array, iterations: int) -> Array:
@@ -70,10 +70,10 @@ def test_the_scale_of_the_whole_kernel_does_not_matter(
     assert_close(plan(log_kernel, iterations), plan(log_kernel - 500, iterations))
 
 
-def test_forbidden_peers_get_nothing_and_the_rest_is_balanced() -> None:
+def test_forbidden_columns_get_nothing_and_the_rest_is_balanced() -> None:
     log_kernel = random_kernel(6, 5, seed=1)
-    for sample, peer in [(0, 0), (0, 1), (3, 2), (5, 4)]:
-        log_kernel[sample, peer] = -torch.inf
+    for sample, column in [(0, 0), (0, 1), (3, 2), (5, 4)]:
+        log_kernel[sample, column] = -torch.inf
     found = plan(log_kernel, 2000)
     assert (found[log_kernel == -torch.inf] == 0).all()
     assert_close(found.sum(dim=0), torch.full((5,), 1 / 5, dtype=torch.float64))
@@ -95,21 +95,21 @@ def test_sharp_kernels_in_float32_follow_float64(iterations: int) -> None:
     kernel = random_kernel(24, 40, seed=1, scale=40.0)
     samples = torch.zeros(24, 1, dtype=torch.float64)
     for _ in range(iterations):
-        peers = -(kernel + samples).logsumexp(dim=0)
-        samples = -(kernel + peers).logsumexp(dim=1, keepdim=True)
-    expected = (kernel + peers).softmax(dim=1) / 24
+        columns = -(kernel + samples).logsumexp(dim=0)
+        samples = -(kernel + columns).logsumexp(dim=1, keepdim=True)
+    expected = (kernel + columns).softmax(dim=1) / 24
     assert_close(plan(kernel.float(), iterations).double(), expected, rtol=0, atol=2e-6)
 
 
-def test_peers_that_are_alike_get_alike_scalings() -> None:
-    scaling = peer_scaling(torch.zeros(3, 4), 3)
+def test_columns_that_are_alike_get_alike_scalings() -> None:
+    scaling = column_scaling(torch.zeros(3, 4), 3)
     assert_close(scaling, scaling[:1].expand(4))
 
 
 def test_samples_in_two_processes_are_balanced_as_one() -> None:
     """Two threads stand for the processes: each sees its rows, and the column totals of both."""
     log_kernel = random_kernel(11, 7, seed=3)
-    log_kernel[:4, 2] = -torch.inf  # the first process has nothing for this peer
+    log_kernel[:4, 2] = -torch.inf  # the first process has nothing for this column
     shards = [log_kernel[:4], log_kernel[4:]]
     told: list[Tensor] = [torch.empty(0), torch.empty(0)]
     found: list[Tensor] = [torch.empty(0), torch.empty(0)]
@@ -123,7 +123,7 @@ def test_samples_in_two_processes_are_balanced_as_one() -> None:
             meeting.wait()
             return total
 
-        found[rank] = peer_scaling(shards[rank], 4, over_rows)
+        found[rank] = column_scaling(shards[rank], 4, over_rows)
 
     threads = [threading.Thread(target=process, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -131,4 +131,4 @@ def test_samples_in_two_processes_are_balanced_as_one() -> None:
     for thread in threads:
         thread.join()
     assert torch.equal(found[0], found[1])
-    assert_close(found[0], peer_scaling(log_kernel, 4))
+    assert_close(found[0], column_scaling(log_kernel, 4))

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from xmoco.losses import MoCoLoss, XMoCoLoss
-from xmoco.losses.labels import soft_labels
+from xmoco.losses.metrics import label_metrics, similarity_metrics
 from xmoco.losses.similarity import cross_entropy, crossed_similarities, past_similarities
-from xmoco.losses.xmoco import History
+from xmoco.losses.soft_labels import History, soft_labels
 
 HISTORIES: list[History] = ["queries", "probabilities", "none"]
 
@@ -50,14 +50,16 @@ def seeded(seed: int) -> torch.Generator:
 
 def paper(criterion: XMoCoLoss) -> Algorithm:
     """The paper's algorithm with the same settings and banks."""
+    labels = criterion.soft_labels
+    assert labels is not None
     return Algorithm(
         Ks=criterion.banks.source.double().numpy().copy(),
         Kt=criterion.banks.target.double().numpy().copy(),
         tau=criterion.temperature,
-        lam=criterion.sharpness,
-        xi=criterion.positive_mass,
-        niters=criterion.iterations,
-        history=criterion.history_kind,
+        lam=labels.sharpness,
+        xi=labels.positive_mass,
+        niters=labels.iterations,
+        history=labels.history_kind,
     )
 
 
@@ -149,7 +151,7 @@ def test_labels_are_distributions_with_the_positive_mass_in_front(
 
 @pytest.mark.parametrize(("N", "K", "past"), [(12, 12, 0), (24, 7, 0), (6, 16, 16), (1, 9, 30)])
 @pytest.mark.parametrize("sharpness", [0.5, 2.0, 6.0])
-def test_negative_peers_get_equal_totals_at_convergence(
+def test_negatives_get_equal_totals_at_convergence(
     N: int, K: int, past: int, sharpness: float
 ) -> None:
     """Over all rows that take part, batch and history: their labels are made as one batch here."""
@@ -166,8 +168,8 @@ def test_negative_peers_get_equal_totals_at_convergence(
     assert_close(batch, everyone[:N])
 
 
-def test_balancing_with_history_evens_out_a_popular_peer() -> None:
-    """A peer that everybody resembles gets no more of the labels than any other peer."""
+def test_balancing_with_history_evens_out_a_popular_negative() -> None:
+    """A negative that everybody resembles gets no more of the labels than any other."""
     generator = seeded(0)
     bank = unit_rows(16, 8, generator)
     queries = F.normalize(bank[3] + 0.5 * unit_rows(20, 8, generator), dim=1)
@@ -208,7 +210,7 @@ def test_full_positive_mass_makes_the_label_terms_symmetric_infonce(
         assert_close(moco_loss, terms["labels_source"] + terms["labels_target"])
 
 
-def test_a_past_query_does_not_take_its_own_key_for_a_peer() -> None:
+def test_a_past_query_does_not_take_its_own_key_for_a_negative() -> None:
     generator = seeded(1)
     bank, queries = unit_rows(6, 4, generator), unit_rows(4, 4, generator)
     slots = torch.tensor([5, 0, 3, 1])
@@ -279,7 +281,7 @@ def test_similarities_pass_gradcheck() -> None:
 
 
 @pytest.mark.parametrize("kind", [XMoCoLoss, MoCoLoss])
-def test_no_gradient_reaches_keys_banks_or_history(kind: type[MoCoLoss]) -> None:
+def test_no_gradient_reaches_keys_banks_or_history(kind: type[MoCoLoss | XMoCoLoss]) -> None:
     criterion = kind(4, 6).double()
     generator = seeded(5)
     for _ in range(3):  # the last step has a full history
@@ -299,9 +301,11 @@ def test_no_gradient_reaches_keys_banks_or_history(kind: type[MoCoLoss]) -> None
 def test_no_gradient_reaches_labels() -> None:
     criterion = XMoCoLoss(4, 6).double()
     q_s, q_t, k_s, k_t = random_features(4, 4, seeded(6))
-    log_p_s, log_p_t = criterion.similarities(q_s.requires_grad_(), q_t.requires_grad_(), k_s, k_t)
-    assert log_p_s.requires_grad
-    for labels in criterion.labels(log_p_s, log_p_t):
+    criterion.plain = True
+    P_s, P_t = criterion.similarities(q_s.requires_grad_(), q_t.requires_grad_(), k_s, k_t)
+    assert P_s.log_p.requires_grad
+    for labels in criterion.labels(P_s, P_t):
+        assert labels is not None
         assert not labels.requires_grad
     told = F.softmax(torch.randn(4, 7), dim=1).requires_grad_()
     cross_entropy(told, torch.randn(4, 7, requires_grad=True)).backward()
@@ -374,7 +378,9 @@ def test_tiny_probabilities_keep_their_differences() -> None:
 @pytest.mark.parametrize("kind", [XMoCoLoss, MoCoLoss])
 @pytest.mark.parametrize("wrong", range(4))
 @pytest.mark.parametrize("shape", [(4, 5), (3, 6), (6,), (4, 6, 1)])
-def test_wrong_shapes_are_named(kind: type[MoCoLoss], wrong: int, shape: tuple[int, ...]) -> None:
+def test_wrong_shapes_are_named(
+    kind: type[MoCoLoss | XMoCoLoss], wrong: int, shape: tuple[int, ...]
+) -> None:
     features = [torch.randn(4, 6) for _ in range(4)]
     features[wrong] = torch.randn(*shape)
     with pytest.raises(ValueError, match=r"expected .* one row per image"):
@@ -384,20 +390,24 @@ def test_wrong_shapes_are_named(kind: type[MoCoLoss], wrong: int, shape: tuple[i
 # The metrics of a step
 
 
-def test_gauges_describe_the_batch_and_change_nothing() -> None:
+def test_metrics_describe_the_batch_and_looking_changes_nothing() -> None:
     criterion = XMoCoLoss(5, 7, positive_mass=0.7).double()
     generator = seeded(9)
     for _ in range(3):
         criterion(*random_features(4, 5, generator))
     before = {name: value.clone() for name, value in criterion.state_dict().items()}
     features = random_features(4, 5, generator)
-    metrics = criterion.metrics(*features)
+    P_s, P_t = criterion.similarities(*features)
+    Y_s, Y_t = criterion.labels(P_s, P_t)
+    assert Y_s is not None
+    assert Y_t is not None
+    metrics = similarity_metrics(P_s.log_p, P_t.log_p) | label_metrics(Y_s, Y_t)
     assert all(torch.equal(before[name], value) for name, value in criterion.state_dict().items())
     algorithm = paper(criterion)
     q_s, q_t, k_s, k_t = arrays(features)
     Ps = get_prob(q_s, k_t, algorithm.Kt, algorithm.tau)
     Pt = get_prob(q_t, k_s, algorithm.Ks, algorithm.tau)
-    labels = [y.numpy() for y in criterion.labels(*criterion.similarities(*features))]
+    labels = [y.numpy() for y in (Y_s, Y_t)]
     entropy = np.mean([-(y * np.log(y)).sum(axis=1).mean() for y in labels])
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
         {
@@ -406,10 +416,6 @@ def test_gauges_describe_the_batch_and_change_nothing() -> None:
             "label_entropy": entropy,
         }
     )
-    assert set(MoCoLoss(5, 7).double().metrics(*features)) == {
-        "positive_probability",
-        "consistency_gap",
-    }
 
 
 @pytest.mark.parametrize(
@@ -422,6 +428,10 @@ def test_gauges_describe_the_batch_and_change_nothing() -> None:
         {"positive_mass": 1.1},
         {"bank_length": 1},
         {"temperature": 0.0},
+        {"label_weight": -0.1},
+        {"label_weight": 1.1},
+        {"consistency_weight": -1.0},
+        {"teacher": "labels"},
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(wrong: dict[str, Any]) -> None:
