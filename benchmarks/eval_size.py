@@ -60,7 +60,7 @@ def records(
         "digest": evaluation.digest,
         "epoch": card.epochs,
         "trained_size": card.size,
-        "size": evaluation.views.central_size,
+        "size": evaluation.input.central_size,
         "knn_k": K,
         "strengths": list(STRENGTHS),
     }

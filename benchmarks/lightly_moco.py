@@ -1,4 +1,4 @@
-"""Symmetric MoCo as lightly's users write it, to be raced by ``speed.py``.
+"""Symmetric MoCo as lightly's users write it, a baseline of ``speed.py``.
 
 Dataset, transform, loss with its memory bank and momentum update are lightly's; the network is the
 one xmoco trains, and the settings of the views are the same. Needs ``pip install lightly``.
@@ -28,9 +28,9 @@ from xmoco.nn.encoder import build_encoder
 
 
 def transform(config: Config) -> MoCoV2Transform:
-    views = config.views
+    views, shown = config.views, config.input
     return MoCoV2Transform(
-        input_size=views.size,
+        input_size=shown.size,
         cj_prob=views.jitter,
         cj_strength=1.0,
         cj_bright=views.brightness,
@@ -42,7 +42,7 @@ def transform(config: Config) -> MoCoV2Transform:
         gaussian_blur=views.blur,
         sigmas=views.blur_sigma,
         hf_prob=views.flip,
-        normalize={"mean": list(views.mean), "std": list(views.std)},
+        normalize={"mean": list(shown.mean), "std": list(shown.std)},
     )
 
 
@@ -52,6 +52,8 @@ class LightlyMoCo:
     ``tuned`` is what its users can do for speed: bf16, 16 workers, pinned memory, channels-last,
     a fused optimiser. ``compiled`` adds ``torch.compile``. Otherwise its defaults: fp32, 8 workers.
     """
+
+    graphed = False
 
     def __init__(
         self,
@@ -71,7 +73,7 @@ class LightlyMoCo:
         self.loader = DataLoader(
             data,
             batch_size=config.train.batch,
-            # As a set so large that no epoch ends in the race: at an end its workers start anew.
+            # As a set so large that no epoch ends in a round: at an end its workers start anew.
             sampler=RandomSampler(data, replacement=True, num_samples=2**40),
             num_workers=self.workers,
             pin_memory=tuned,
@@ -90,7 +92,7 @@ class LightlyMoCo:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Workers run only in this contender's turn, and are well under way when it is timed.
+        """Workers run only in this participant's turn, and are well under way when it is timed.
 
         The first steps are slow, and batches pile up meanwhile: these are passed over, since a run
         lives on what its workers make. After as many steps again, workers and GPU are in step.

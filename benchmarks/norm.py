@@ -23,11 +23,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from cuda_graph import recorded
+from recipe import RESULTS
 from xmoco.nn.batchnorm import split_statistics
 from xmoco.nn.blocks import FusedBatchNorm1d, FusedBatchNorm2d, fuse_norms
 from xmoco.records import Record, append_records
 
-RESULTS = Path(__file__).parent / "results"
 GROUPS = 8
 VISITS = 11
 REPEATS = 30
@@ -108,22 +109,14 @@ def time_both_passes(norm: Norm, shape: tuple[int, ...]) -> float:
     def both_passes() -> None:
         torch.autograd.grad(norm(*inputs), inputs, gradient)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):  # compiles kernels, lets cuDNN choose
-            both_passes()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        both_passes()
+    replay = recorded(both_passes)
     flood = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
     times = []
     for _ in range(REPEATS):
         flood.zero_()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        graph.replay()
+        replay()
         end.record()
         end.synchronize()
         times.append(1e3 * start.elapsed_time(end))

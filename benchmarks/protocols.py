@@ -1,6 +1,6 @@
 """Judge one backbone by every classification protocol, or make the backbones to compare it with.
 
-    python benchmarks/protocols.py prepare --like runs/cifar10 --data cifar10.tar --out rivals
+    python benchmarks/protocols.py prepare --like runs/cifar10 --data cifar10.tar --out baselines
     python benchmarks/protocols.py judge runs/cifar10 --data cifar10.tar --transfer pets.tar
 
 ``prepare`` writes two backbones of the same shape: one as it is before any training, and one
@@ -137,7 +137,7 @@ def main() -> None:
         command.add_argument("--data", required=True, help="labelled images of pre-training")
         command.add_argument("--device", default="cuda")
         if name == "prepare":
-            command.add_argument("--like", type=Path, required=True, help="the backbone to rival")
+            command.add_argument("--like", type=Path, required=True, help="a backbone")
             command.add_argument("--out", type=Path, required=True, help="a folder")
             command.add_argument("--epochs", type=int, default=SUPERVISED_EPOCHS)
             command.add_argument("--seed", type=int, default=0)

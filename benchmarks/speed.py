@@ -4,13 +4,14 @@
     python benchmarks/speed.py photographs            # writes JPEG files of 500×375 to train on
     python benchmarks/speed.py demo                   # on the CPU
 
-The contenders take turns, a few steps each; the median round counts. All train the same network on
-the same images with views of the same settings. Each has a process of its own, since threads,
-memory and how xmoco starts up are part of its own speed and not the others'. On a GPU they are
-lightly, if it is installed, and ``encoder only``: the compiled network with nothing around it,
-forward and backward for the queries, forward for the keys. On the CPU the rival is plain PyTorch
-with views from torchvision's transforms in a DataLoader; ``our step`` is the same with xmoco's
-start-up and steps, so that what is left between it and xmoco are the views.
+The participants take turns, a few steps each; the median round counts. All train the same network
+on the same images with views of the same settings. Each has a process of its own, since threads,
+memory and how xmoco starts up are part of its own speed and not the others'. On a GPU the baselines
+are lightly, if it is installed, and ``encoder only``: the compiled network with nothing around it,
+forward and backward for the queries, forward for the keys, as a CUDA graph. On the CPU the baseline
+is plain PyTorch with views from torchvision's transforms in a DataLoader; ``our step`` is the same
+with xmoco's start-up and steps, so that what is left between it and xmoco are the views.
+``--beside`` adds xmoco as it is in another checkout, to tell whether a change made it slower.
 ``--stages`` also tells where the time of a step goes, its stages one after the other.
 """
 
@@ -20,8 +21,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -32,16 +33,20 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from baselines import Contender, Course, Ours
+from baselines import Ours, Participant, Workload
 from decode import write_photographs
-from own_process import FAILURES, InItsOwnProcess
+from own_process import FAILURES, Elsewhere, InAnotherCheckout, InItsOwnProcess
 from recipe import RESULTS
 from xmoco.config import Config
+from xmoco.methods.mocov2plus import MoCoV2Plus
+from xmoco.methods.xmoco import XMoCo
 from xmoco.records import Record, append_records
 from xmoco.train.loop import Training
 
-RIVALS = ("lightly", "torchvision")
-"""How the names of other libraries' contenders begin."""
+BASELINES = ("lightly", "torchvision")
+"""How the names of other libraries' participants begin."""
+BESIDE = "xmoco ("
+"""How the names of other checkouts begin."""
 REFILL = 0.4
 """Seconds in which readers and decoder are done with the next batches, and disturb no stage."""
 
@@ -58,143 +63,158 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="no round begins after so many"
     )
-    parser.add_argument("--only", nargs="*", help="some of the contenders")
+    parser.add_argument("--only", nargs="*", help="some of the participants")
+    parser.add_argument(
+        "--beside", type=Path, metavar="CHECKOUT", help="xmoco of this checkout takes part too"
+    )
     parser.add_argument("--stages", action="store_true", help="where the time of a step goes")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        race(options, Path(folder))
+        benchmark(options, Path(folder))
 
 
-def race(options: argparse.Namespace, folder: Path) -> None:
+def benchmark(options: argparse.Namespace, folder: Path) -> None:
     on_cpu = options.work == "demo"
-    course = demo_course(folder) if on_cpu else gpu_course(options, folder)
-    makers = on_the_cpu(course) if on_cpu else on_a_gpu(course)
-    show(run_rounds({name: makers[name] for name in options.only or makers}, options), options)
+    workload = demo_workload(folder) if on_cpu else gpu_workload(options, folder)
+    makers = on_the_cpu(workload) if on_cpu else on_a_gpu(workload)
+    participants = start({name: makers[name] for name in options.only or makers})
+    if options.beside is not None:
+        participants |= start_beside(options.beside, workload)
+    show(run_rounds(participants, options), options)
     if options.stages:
         torch.backends.cudnn.benchmark = True
-        show_stages(stage_times(course.xmoco()), course.config(), options)
+        show_stages(stage_times(workload.xmoco()), workload.config(), options)
         if not on_cpu:
             # The two beside each other tell what XMoCo's loss takes more, whatever images cost.
-            moco = course.xmoco("method=mocov2plus")
+            moco = workload.xmoco("method=mocov2plus")
             show_stages(stage_times(moco), moco.config, options)
 
 
-Makers = dict[str, Callable[[], Contender]]
+Makers = dict[str, Callable[[], Participant]]
+Participants = dict[str, Elsewhere]
 
 
-def demo_course(folder: Path) -> Course:
-    return Course("demo", ("device=cpu", "epochs=1000"), folder)
+def demo_workload(folder: Path) -> Workload:
+    return Workload("demo", ("device=cpu", "epochs=1000"), folder)
 
 
-def on_the_cpu(course: Course) -> Makers:
-    makers: Makers = {"xmoco": course.xmoco}
+def on_the_cpu(workload: Workload) -> Makers:
+    makers: Makers = {"xmoco": workload.xmoco}
     for workers in (0, 1, 2):
         name = f"torchvision, {workers} workers"
-        makers[name] = partial(course.torchvision, workers)
-        makers[f"our step, {name}"] = partial(course.torchvision, workers, our_step=True)
+        makers[name] = partial(workload.torchvision, workers)
+        makers[f"our step, {name}"] = partial(workload.torchvision, workers, our_step=True)
     return makers
 
 
-def gpu_course(options: argparse.Namespace, folder: Path) -> Course:
+def gpu_workload(options: argparse.Namespace, folder: Path) -> Workload:
     overrides = (f"batch={options.batch}", "precision=bf16", "device=cuda", "epochs=1000")
     if options.work == "cifar10":
-        return Course("cifar10", overrides, folder, options.data).with_pixels()
+        return Workload("cifar10", overrides, folder, options.data).with_pixels()
     photographs = folder / "photographs"
     photographs.mkdir()
     write_photographs(photographs, options.photographs)
     # As a set that is too large for the device.
-    return Course("imagenet", (*overrides, "preload_gib=0"), folder, str(photographs))
+    return Workload("imagenet", (*overrides, "preload_gib=0"), folder, str(photographs))
 
 
-def on_a_gpu(course: Course) -> Makers:
+def on_a_gpu(workload: Workload) -> Makers:
     makers: Makers = {
-        "xmoco": course.xmoco,
-        "xmoco, K 65,536": partial(course.xmoco, "bank_length=65536"),
-        "mocov2plus": partial(course.xmoco, "method=mocov2plus"),
-        "without a loss": course.without_loss,
-        "encoder only": course.encoder_only,
+        "xmoco": workload.xmoco,
+        "xmoco, K 65,536": partial(workload.xmoco, "bank_length=65536"),
+        "mocov2plus": partial(workload.xmoco, "method=mocov2plus"),
+        "without a loss": workload.without_loss,
+        "encoder only": workload.encoder_only,
     }
     if lightly_version() is None:
         print("lightly is not installed and takes no part", flush=True)
         return makers
-    makers["lightly"] = partial(course.lightly, tuned=True)
-    makers["lightly, compiled"] = partial(course.lightly, tuned=True, compiled=True)
-    makers["lightly (its defaults)"] = course.lightly
+    makers["lightly"] = partial(workload.lightly, tuned=True)
+    makers["lightly, compiled"] = partial(workload.lightly, tuned=True, compiled=True)
+    makers["lightly (its defaults)"] = workload.lightly
     return makers
 
 
 @dataclass
 class Outcome:
-    """What the rounds of a contender told."""
+    """What the rounds of a participant told."""
 
     config: Config
     steps: int
+    graphed: bool
     speeds: list[float] = field(default_factory=list)
     waiting: list[float] = field(default_factory=list)
     gib: float = 0.0
 
 
-def run_rounds(makers: Makers, options: argparse.Namespace) -> dict[str, Outcome]:
-    """Alternate. Contenders are made in the first round, and the memory of each is what the GPU has
-    less at the end of its first turn than before it was made. Who fails is out."""
+def run_rounds(participants: Participants, options: argparse.Namespace) -> dict[str, Outcome]:
+    """Alternate. Participants are made in the first round, and the memory of each is what the GPU
+    has less at the end of its first turn than before it was made. Who fails is out."""
+    for participant in participants.values():
+        participant.loaded()  # none is loading any more when the first one begins
     end = time.perf_counter() + options.seconds
-    contenders = start(makers)
     outcomes: dict[str, Outcome] = {}
     for number in range(1, options.rounds + 1):
         if number > 1 and time.perf_counter() > end:
             print(f"no time for round {number}", flush=True)
             break
-        for name, contender in list(contenders.items()):
+        for name, participant in list(participants.items()):
             try:
                 if number == 1:
-                    outcomes[name] = first_turn(contender)
+                    outcomes[name] = first_turn(participant)
                 else:
-                    take_turn(contender, outcomes[name])
+                    take_turn(participant, outcomes[name])
             except FAILURES as error:
                 print(f"{name} is out: {str(error) or 'its process has ended'}", flush=True)
-                contenders.pop(name).close()
+                participants.pop(name).close()
                 outcomes.pop(name, None)
             else:
                 speed = outcomes[name].speeds[-1]
                 print(f"round {number}: {name} {speed:,.0f} images/s", flush=True)
-    for contender in contenders.values():
-        contender.close()
+    for participant in participants.values():
+        participant.close()
     return outcomes
 
 
-def first_turn(contender: InItsOwnProcess) -> Outcome:
+def first_turn(participant: Elsewhere) -> Outcome:
     time.sleep(REFILL)  # what others prepare after their turns, they have then
     free = free_memory()
-    contender.ready()
-    outcome = Outcome(contender.config, contender.steps_of_a_round)
-    outcome.gib = (free - take_turn(contender, outcome)) / 2**30
+    participant.ready()
+    outcome = Outcome(participant.config, participant.steps_of_a_round, participant.graphed)
+    outcome.gib = (free - take_turn(participant, outcome)) / 2**30
     return outcome
 
 
-def start(makers: Makers) -> dict[str, InItsOwnProcess]:
-    """All contenders' processes; none is loading any more."""
+def start(makers: Makers) -> Participants:
+    """A process for each."""
     plain = dict(os.environ)
     from xmoco import cli  # which sets what a process of xmoco is to find
 
     assert cli.app
     ours = dict(os.environ)
-    contenders = {
-        name: InItsOwnProcess(make, plain if name.startswith(RIVALS) else ours)
+    return {
+        name: InItsOwnProcess(make, plain if name.startswith(BASELINES) else ours)
         for name, make in makers.items()
     }
-    for contender in contenders.values():
-        contender.loaded()
-    return contenders
 
 
-def take_turn(contender: InItsOwnProcess, outcome: Outcome) -> int:
+def start_beside(checkout: Path, workload: Workload) -> Participants:
+    """xmoco of another checkout, by the name of its folder."""
+    checkout = checkout.resolve()
+    if not (checkout / "src" / "xmoco").is_dir():
+        raise SystemExit(f"{checkout} is no checkout of xmoco: it has no src/xmoco.")
+    name = f"{BESIDE}{checkout.name})"
+    return {name: InAnotherCheckout(checkout, workload, os.environ)}
+
+
+def take_turn(participant: Elsewhere, outcome: Outcome) -> int:
     """What memory was free then."""
-    with contender.turn():
-        waited, started = contender.waited, time.perf_counter()
-        contender.steps(outcome.steps)
+    with participant.turn():
+        waited, started = participant.waited, time.perf_counter()
+        participant.steps(outcome.steps)
         seconds = time.perf_counter() - started
-        waited = contender.waited - waited
+        waited = participant.waited - waited
         free = free_memory()
     outcome.speeds.append(outcome.steps * outcome.config.train.batch / seconds)
     outcome.waiting.append(waited / seconds)
@@ -207,19 +227,19 @@ def free_memory() -> int:
 
 
 def show(outcomes: dict[str, Outcome], options: argparse.Namespace) -> None:
-    """The table, beside the best of another library's contenders."""
+    """The table, beside the best of another library's."""
     speeds = {name: statistics.median(outcome.speeds) for name, outcome in outcomes.items()}
-    rival = max(
-        (speed for name, speed in speeds.items() if name.startswith(RIVALS)),
+    baseline = max(
+        (speed for name, speed in speeds.items() if name.startswith(BASELINES)),
         default=None,
     )
     table = Table(title=f"images per second: {options.work}")
-    for heading in ("", "images/s", "× best rival", "GPU memory, GiB", "waiting"):
+    for heading in ("", "images/s", "× best baseline", "GPU memory, GiB", "waiting"):
         table.add_column(heading, justify="left" if heading == "" else "right")
     records = []
     for name, outcome in outcomes.items():
         waiting = statistics.median(outcome.waiting)
-        times = None if rival is None else speeds[name] / rival
+        times = None if baseline is None else speeds[name] / baseline
         table.add_row(
             name,
             f"{speeds[name]:,.0f}",
@@ -227,23 +247,24 @@ def show(outcomes: dict[str, Outcome], options: argparse.Namespace) -> None:
             f"{outcome.gib:.1f}" if outcome.gib else "",
             f"{waiting:.1%}",
         )
-        records.append(
-            record(
-                "images_per_second",
-                speeds[name],
-                "images/s",
-                name,
-                outcome.config,
-                options,
-                rival=lightly_version() if name.startswith("lightly") else None,
-                files=options.photographs if options.work == "photographs" else None,
-                rounds=[round(value) for value in outcome.speeds],
-                steps=outcome.steps,
-                waiting=round(waiting, 4),
-                gpu_memory_gib=round(outcome.gib, 2) or None,
-                times_rival=None if times is None else round(times, 3),
-            )
+        told = record(
+            "images_per_second",
+            speeds[name],
+            "images/s",
+            name,
+            outcome.config,
+            options,
+            baseline=lightly_version() if name.startswith("lightly") else None,
+            files=options.photographs if options.work == "photographs" else None,
+            rounds=[round(value) for value in outcome.speeds],
+            steps=outcome.steps,
+            graph=outcome.graphed,
+            waiting=round(waiting, 4),
+            gpu_memory_gib=round(outcome.gib, 2) or None,
+            times_baseline=None if times is None else round(times, 3),
         )
+        # What is in another checkout is of no commit of this one.
+        records.append(replace(told, commit=None) if name.startswith(BESIDE) else told)
     Console(width=110).print(table)
     append_records(options.results / "speed.jsonl", records)
 
@@ -274,7 +295,7 @@ def record(
         {
             "data": data.get(options.work, "patterns"),
             "batch": config.train.batch,
-            "size": config.views.size,
+            "size": config.input.size,
             "bank_length": config.method.bank_length,
             "precision": "fp32" if options.work == "demo" or "defaults" in subject else "bf16",
             **protocol,
@@ -293,19 +314,21 @@ def stage_times(ours: Ours) -> dict[str, float]:
             batch = next(ours.stream)
         time.sleep(REFILL)
         with watch("views"):
-            x_s, x_t = training.views(batch, training.step)
-        rounds.append(watch.times | _parts_of_a_step(training, x_s, x_t))
+            views = training.inputs(batch, training.step)
+        rounds.append(watch.times | _parts_of_a_step(training, views))
     return {name: statistics.median(r[name] for r in rounds) for name in rounds[0]}
 
 
-def _parts_of_a_step(training: Training, x_s: Tensor, x_t: Tensor) -> dict[str, float]:
-    watch, method, optimizer = _Watch(), training.method, training.optimizer
+def _parts_of_a_step(training: Training, views: Sequence[Tensor]) -> dict[str, float]:
+    watch, method, optimizer = _Watch(), training.task, training.optimizer
+    assert isinstance(method, XMoCo | MoCoV2Plus)
+    at = training.stepper.values.at(training.clock(training.step))
     device = training.fabric.device.type
     precision = torch.autocast(device, torch.bfloat16, enabled=device == "cuda")
     with precision, watch("encoder, forward"):
-        q_s, q_t = method.queries(x_s, x_t)
+        q_s, q_t = method.run.encode(method.encoder, views)
     with precision, watch("momentum encoder"):
-        k_s, k_t = method.keys(x_s, x_t)
+        k_s, k_t = method.run.encode_keys(method.momentum_encoder, views)
     with watch("loss"):
         loss, _ = method.loss(q_s, q_t, k_s, k_t)
     with watch("backward"):
@@ -314,7 +337,7 @@ def _parts_of_a_step(training: Training, x_s: Tensor, x_t: Tensor) -> dict[str, 
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     with watch("momentum update"):
-        method.after_step()
+        method.after_update(at)
     return watch.times
 
 

@@ -1,4 +1,4 @@
-"""The same method driven the usual way, to be raced by ``speed.py``.
+"""The same method driven the usual way, a baseline of ``speed.py``.
 
 torchvision's transforms make the views, image by image, in the worker processes of a DataLoader.
 The steps are plain PyTorch's, or those of xmoco's trainer.
@@ -14,33 +14,36 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
-from xmoco.config import Config, ViewsConfig
+from xmoco.config import Config
 from xmoco.data import ArrayImages
 from xmoco.methods import build_method
+from xmoco.pretraining import peak_rate
+from xmoco.schedules import Clock, ScheduledValues
 from xmoco.train.loop import Training
 
 TakeStep = Callable[[Tensor, Tensor], None]
 
 
-def transform(views: ViewsConfig) -> v2.Compose:
+def transform(config: Config) -> v2.Compose:
     """The views of a recipe that has no blur."""
+    views, size = config.views, config.input.size
     jitter = v2.ColorJitter(views.brightness, views.contrast, views.saturation, views.hue)
     return v2.Compose(
         [
-            v2.RandomResizedCrop(views.size, views.crop_scale, views.crop_ratio, antialias=True),
+            v2.RandomResizedCrop(size, views.crop_scale, views.crop_ratio, antialias=True),
             v2.RandomHorizontalFlip(views.flip),
             v2.RandomApply([jitter], views.jitter),
             v2.RandomGrayscale(views.grey),
             v2.RandomInvert(views.invert),
             v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(views.mean, views.std),
+            v2.Normalize(config.input.mean, config.input.std),
         ]
     )
 
 
 class TwoViews(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, images: ArrayImages, views: ViewsConfig) -> None:
-        self.pixels, self.transform = images.pixels, transform(views)
+    def __init__(self, images: ArrayImages, config: Config) -> None:
+        self.pixels, self.transform = images.pixels, transform(config)
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -53,28 +56,30 @@ class TwoViews(Dataset[tuple[Tensor, Tensor]]):
 def plain_steps(config: Config) -> TakeStep:
     """As anyone would write them."""
     torch.manual_seed(config.train.seed)
-    method = build_method(config.model, config.method).to(memory_format=torch.channels_last)
+    method = build_method(config).to(memory_format=torch.channels_last)
     method.train()
     optim = config.optim
     optimizer = torch.optim.SGD(
         [p for p in method.parameters() if p.requires_grad],
-        optim.learning_rate * config.train.batch / 256,
+        peak_rate(config),
         momentum=optim.sgd_momentum,
         weight_decay=optim.weight_decay,
     )
 
+    at = ScheduledValues(method.schedules()).at(Clock(0, 1, 1))  # which stay what they are
+
     def take(x_s: Tensor, x_t: Tensor) -> None:
         optimizer.zero_grad()
-        method(x_s, x_t).loss.backward()
+        method((x_s, x_t), at).loss.backward()
         optimizer.step()
-        method.after_step()
+        method.after_update(at)
 
     return take
 
 
 def our_steps(training: Training) -> TakeStep:
     def take(x_s: Tensor, x_t: Tensor) -> None:
-        training.stepper(x_s, x_t, training.rate(training.step))
+        training.stepper((x_s, x_t), training.clock(training.step))
         training.step += 1
 
     return take
@@ -83,10 +88,12 @@ def our_steps(training: Training) -> TakeStep:
 class TorchvisionLoop:
     """Takes steps with views from a DataLoader."""
 
+    graphed = False
+
     def __init__(self, config: Config, images: ArrayImages, take: TakeStep, workers: int) -> None:
         self.config, self.take, self.workers = config, take, workers
         self.loader = DataLoader(
-            TwoViews(images, config.views),
+            TwoViews(images, config),
             batch_size=config.train.batch,
             shuffle=True,
             drop_last=True,
@@ -96,7 +103,7 @@ class TorchvisionLoop:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Workers run only in this contender's turn, and have no batches ready when it begins to
+        """Workers run only in this participant's turn, and have no batches ready when it begins to
         count."""
         self.stream = self._endless()
         self.steps(max(3, 2 * self.workers))

@@ -16,7 +16,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,25 +28,25 @@ from torch.nn import functional as F
 from torchvision.transforms import v2
 
 from recipe import RESULTS
-from xmoco.config import ViewsConfig
-from xmoco.data.views import blur_side, draw, render_fused, render_plain
+from xmoco.config import AugmentationConfig, InputConfig
+from xmoco.data.views import ViewGroup, ViewParameters, blur_side, draw, render_fused, render_plain
 from xmoco.records import Record, append_records
 from xmoco.triton_here import HAS_TRITON
 
 WARM_UP = 3  # batches before those that are timed
 SAMPLE = 32  # images torchvision gets
-Render = Callable[[Tensor, Tensor, object, ViewsConfig], Tensor]
+Render = Callable[[Tensor, Tensor, ViewParameters, ViewGroup], Tensor]
 
 
 @dataclass(frozen=True)
 class Case:
-    views: ViewsConfig
+    views: ViewGroup
     images: Tensor
     sizes: Tensor
 
     @property
     def work(self) -> str:
-        return f"views-{len(self.images)}x{self.views.size}"
+        return f"views-{len(self.images)}x{self.views.input.size}"
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     count = 512 if cuda else 16
     cases = [
-        make_case(ViewsConfig(size=32, blur=0.0), count, 32, 32, cuda),
-        make_case(ViewsConfig(size=224, blur=0.5), count, 375, 500, cuda),
+        make_case(32, 0.0, count, 32, 32, cuda),
+        make_case(224, 0.5, count, 375, 500, cuda),
     ]
     subjects: dict[str, Render] = {"xmoco (plain)": render_plain}
     if cuda and HAS_TRITON:
@@ -90,7 +90,7 @@ def main() -> None:
     print(f"records in {path}")
 
 
-def make_case(views: ViewsConfig, count: int, height: int, width: int, cuda: bool) -> Case:
+def make_case(size: int, blur: float, count: int, height: int, width: int, cuda: bool) -> Case:
     """Images with smooth colours and some noise."""
     torch.manual_seed(0)
     device = "cuda" if cuda else "cpu"
@@ -101,6 +101,7 @@ def make_case(views: ViewsConfig, count: int, height: int, width: int, cuda: boo
         )
         noise = torch.randn(1, 3, height, width, device=device)
         image[:] = (255 * (smooth + 0.05 * noise)).clamp(0, 255)[0]
+    views = ViewGroup(("view",), AugmentationConfig(blur=blur), InputConfig(size=size))
     return Case(views, images, torch.tensor((height, width)).expand(count, 2))
 
 
@@ -108,7 +109,7 @@ def time_views(case: Case, render: Render, steps: int) -> Times:
     timed = _time_on_cuda if case.images.is_cuda else _time_on_cpu
 
     def make(step: int) -> None:
-        parameters = draw(case.views, len(case.images), seed=0, step=step, view=0)
+        parameters = draw(case.views.augmentation, len(case.images), seed=0, step=step, view=0)
         render(case.images, case.sizes, parameters, case.views)
 
     for step in range(WARM_UP):
@@ -141,18 +142,18 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def time_torchvision(case: Case) -> Times:
-    views = case.views
+    views, shown = case.views.augmentation, case.views.input
     jitter = v2.ColorJitter(views.brightness, views.contrast, views.saturation, views.hue)
-    blur = v2.GaussianBlur(blur_side(views), views.blur_sigma)
+    blur = v2.GaussianBlur(blur_side(case.views), views.blur_sigma)
     transform = v2.Compose(
         [
-            v2.RandomResizedCrop(views.size, views.crop_scale, views.crop_ratio, antialias=True),
+            v2.RandomResizedCrop(shown.size, views.crop_scale, views.crop_ratio, antialias=True),
             v2.RandomHorizontalFlip(views.flip),
             v2.RandomApply([jitter], views.jitter),
             v2.RandomGrayscale(views.grey),
             v2.RandomApply([blur], views.blur),
             v2.ToDtype(torch.float32, scale=True),
-            v2.Normalize(list(views.mean), list(views.std)),
+            v2.Normalize(list(shown.mean), list(shown.std)),
         ]
     )
     threads = torch.get_num_threads()
@@ -166,8 +167,9 @@ def time_torchvision(case: Case) -> Times:
 
 
 def deviation(case: Case) -> float:
-    raw = case.views.model_copy(update={"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)})
-    parameters = draw(raw, len(case.images), 0, 0, 0)
+    shown = InputConfig(size=case.views.input.size, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+    raw = replace(case.views, input=shown)
+    parameters = draw(raw.augmentation, len(case.images), 0, 0, 0)
     fused, plain = (
         render(case.images, case.sizes, parameters, raw) for render in (render_fused, render_plain)
     )
@@ -178,9 +180,9 @@ def as_records(case: Case, subject: str, took: Times, steps: int) -> list[Record
     height, width = case.images.shape[2:]
     protocol = {
         "views": len(case.images),
-        "size": case.views.size,
+        "size": case.views.input.size,
         "images": f"{height}x{width}",
-        "blur": case.views.blur,
+        "blur": case.views.augmentation.blur,
         "statistic": f"median of {steps} batches",
     }
     if subject == "torchvision":

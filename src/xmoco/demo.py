@@ -24,10 +24,10 @@ def run_demo(out: Path | None = None) -> dict[str, float]:
         "Two backbones learn from the embedded patterns without labels: first by MoCo v2+, then by "
         "XMoCo, as long each.\n"
     )
-    rival = pretrain("demo", out=folder / "mocov2plus", method="mocov2plus")
+    baseline = pretrain("demo", out=folder / "mocov2plus", method="mocov2plus")
     console.print()
     ours = pretrain("demo", out=folder / "xmoco")
-    accuracy = rival.knn | ours.knn
+    accuracy = baseline.knn | ours.knn
 
     console.print("\nkNN accuracy on unseen patterns of ten families, from features of …")
     table = Table(show_header=False)
@@ -38,8 +38,8 @@ def run_demo(out: Path | None = None) -> dict[str, float]:
         table.add_row(name, f"{accuracy[subject]:.1f} %", style=style)
     console.print(table)
     console.print(
-        f"trained {rival.seconds + ours.seconds:.0f} s in all "
-        f"(MoCo v2+ {rival.seconds:.0f} s, XMoCo {ours.seconds:.0f} s)\n\n"
+        f"trained {baseline.seconds + ours.seconds:.0f} s in all "
+        f"(MoCo v2+ {baseline.seconds:.0f} s, XMoCo {ours.seconds:.0f} s)\n\n"
         f"weights  {ours.weights}\n"
         f"report   {ours.report}\n\n"
         "What to try next:\n"
