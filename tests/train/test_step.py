@@ -9,8 +9,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from helpers import TINY_SPLIT
-from xmoco.config import XMoCoConfig
-from xmoco.methods import StepOutput, build_method
+from xmoco.config import Config, SGDConfig, XMoCoConfig
+from xmoco.methods import build_method
+from xmoco.schedules import Clock, FromEpoch, HalfCosine, Schedule
+from xmoco.task import StepOutput
+from xmoco.train.optimizers import build_optimizer
 from xmoco.train.step import WARM_UP, GraphedStepper, Stepper, build_stepper
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -23,53 +26,83 @@ def repeatable() -> Iterator[None]:
         yield
 
 
-def built(kind: type[Stepper], device: str, precision: str = "32-true", parts: int = 1) -> Stepper:
+def falling(clock: Clock) -> float:
+    return 0.1 / (1 + clock.step)
+
+
+def built(
+    kind: type[Stepper], device: str, precision: str = "32-true", rate: Schedule = falling
+) -> Stepper:
+    """Of XMoCo, whose momentum changes with the step as the rate does."""
     fabric = Fabric(accelerator=device, devices=1, precision=precision)
     torch.manual_seed(0)
-    method = build_method(TINY_SPLIT, XMoCoConfig(bank_length=48, key_momentum=0.9))
-    if device == "cuda":
-        method.suit_gpu()
+    settings = XMoCoConfig(bank_length=48, key_momentum=0.5, key_momentum_end=0.99)
+    method = build_method(Config(model=TINY_SPLIT, method=settings))
+    method.optimize_for(torch.device(device))
     method.train().to(memory_format=torch.channels_last)
-    learned = [p for p in method.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(learned, 0.1, momentum=0.9, fused=device == "cuda")
+    plain = SGDConfig(weight_decay=0.0)
+    optimizer = build_optimizer(plain, method.param_groups(), torch.device(device))
     model, optimizer = fabric.setup(method, optimizer)
-    return kind(fabric, model, method, optimizer, parts)
+    return kind(fabric, model, method, optimizer, rate)
 
 
-def views(step: int, device: str) -> tuple[Tensor, Tensor]:
+def views(step: int, device: str) -> list[Tensor]:
     generator = torch.Generator().manual_seed(step)
-    x_s, x_t = torch.randn(2, 16, 3, 8, 8, generator=generator).to(device)
-    return x_s, x_t
+    return list(torch.randn(2, 16, 3, 8, 8, generator=generator).to(device))
+
+
+def at(step: int) -> Clock:
+    return Clock(step, 2 * WARM_UP + 4, 8)
 
 
 def course(stepper: Stepper, device: str, steps: int, measured: int = -1) -> list[StepOutput]:
-    """Steps whose rate changes, one of them measured."""
+    """Steps whose rate and momentum change, one of them measured."""
     return [
-        stepper(*views(step, device), rate=0.1 / (1 + step), with_metrics=step == measured)
+        stepper(views(step, device), at(step), with_metrics=step == measured)
         for step in range(steps)
     ]
 
 
 def test_what_a_step_tells_keeps_nothing_alive() -> None:
     """Autograd's nodes would hold memory, and a graph could not be recorded beside them."""
-    step = built(Stepper, "cpu")(*views(0, "cpu"), rate=0.1)
+    step = built(Stepper, "cpu")(views(0, "cpu"), at(0))
     assert not any(value.requires_grad for value in (step.loss, *step.terms.values()))
     assert_close(step.loss, torch.stack(list(step.terms.values())).sum())
 
 
-def test_the_rate_is_that_of_the_step() -> None:
-    stepper = built(Stepper, "cpu")
-    before = stepper.method.encoder.backbone.conv1.weight.clone()
-    stepper(*views(0, "cpu"), rate=0.0)
-    assert torch.equal(stepper.method.encoder.backbone.conv1.weight, before)
-    stepper(*views(1, "cpu"), rate=0.1)
-    assert not torch.equal(stepper.method.encoder.backbone.conv1.weight, before)
+def test_rate_and_momentum_are_those_of_the_step() -> None:
+    stepper = built(Stepper, "cpu", rate=FromEpoch(1))
+    weight = stepper.task.encoder.backbone.conv1.weight
+    slow = stepper.task.momentum_encoder.backbone.conv1.weight
+    before = weight.clone()
+    stepper(views(0, "cpu"), at(0))
+    assert torch.equal(weight, before)
+    for step in (8, 9):
+        slow_before = slow.clone()
+        stepper(views(step, "cpu"), at(step))
+        assert not torch.equal(weight, before)
+        momentum = HalfCosine(0.5, 0.99)(at(step))
+        assert_close(slow, momentum * slow_before + (1 - momentum) * weight.detach())
 
 
 def test_graphs_are_for_one_gpu() -> None:
     given = built(Stepper, "cpu")
-    chosen = build_stepper(given.fabric, given.model, given.method, given.optimizer, parts=1)
+    chosen = build_stepper(given.fabric, given.model, given.task, given.optimizer, falling, parts=1)
     assert type(chosen) is Stepper
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    ("parts", "capturable", "kind"),
+    [(1, True, GraphedStepper), (2, True, Stepper), (1, False, Stepper)],
+)
+def test_graphs_are_for_tasks_that_may_be_recorded(
+    parts: int, capturable: bool, kind: type[Stepper]
+) -> None:
+    given = built(Stepper, "cuda")
+    given.task.capturable = capturable
+    chosen = build_stepper(given.fabric, given.model, given.task, given.optimizer, falling, parts)
+    assert type(chosen) is kind
 
 
 @needs_cuda
@@ -92,11 +125,11 @@ def test_a_graph_takes_the_same_course(precision: str, monkeypatch: pytest.Monke
         assert ours.terms.keys() == theirs.terms.keys()
         assert_close(torch.stack(list(ours.terms.values())).sum(), ours.loss)
         assert bool(ours.metrics) == bool(theirs.metrics)
-    assert plain.method.loss.banks.fill == graphed.method.loss.banks.fill == 1
-    assert torch.equal(plain.method.loss.banks.enqueued, graphed.method.loss.banks.enqueued)
-    for name, value in plain.method.state_dict().items():
+    assert plain.task.loss.banks.fill == graphed.task.loss.banks.fill == 1
+    assert torch.equal(plain.task.loss.banks.enqueued, graphed.task.loss.banks.enqueued)
+    for name, value in plain.task.state_dict().items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            assert_close(graphed.method.state_dict()[name], value, **tolerance)
+            assert_close(graphed.task.state_dict()[name], value, **tolerance)
 
 
 @needs_cuda
@@ -114,7 +147,7 @@ def test_a_graph_waits_for_a_step_that_does_not_measure(monkeypatch: pytest.Monk
     stepper = built(GraphedStepper, "cuda")
     course(stepper, "cuda", WARM_UP, measured=WARM_UP - 1)
     assert stepper.graph is None
-    stepper(*views(WARM_UP, "cuda"), rate=0.1)
+    stepper(views(WARM_UP, "cuda"), at(WARM_UP))
     assert stepper.graph is not None
 
 

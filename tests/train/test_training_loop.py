@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from helpers import make_images, write_recipe
 from xmoco.data import Batches, open_images
 from xmoco.errors import UserError
-from xmoco.methods import build_method
+from xmoco.pretraining import _lasting, _same_identity, peak_rate, prepare_training
 from xmoco.settings import load_config
 from xmoco.train import loop
 from xmoco.train.engine import build_fabric
@@ -47,15 +47,18 @@ def recipe(tmp_path: Path) -> Path:
 def new_training(recipe: Path, *changes: str) -> Training:
     """4 steps per epoch."""
     config = load_config(recipe, changes)
-    fabric = build_fabric(config.run)
-    torch.manual_seed(0)
-    method = build_method(config.model, config.method)
     images = open_images(config.data, "train")
     assert images is not None
-    batches = Batches(images, batch=config.train.batch, seed=0, device=fabric.device)
     folder = recipe.parent / "run"
     folder.mkdir(exist_ok=True)
-    return Training(config, fabric, method, batches, RunFolder(folder))
+    training = prepare_training(config, build_fabric(config.run), images, RunFolder(folder))
+    training.identity = {"settings": _lasting(config), "images": "the same"}
+    training.same_identity = _same_identity
+    return training
+
+
+def rate(training: Training, step: int) -> float:
+    return training.plan.learning_rate(training.clock(step))
 
 
 def test_everything_is_told_in_order(recipe: Path) -> None:
@@ -65,7 +68,7 @@ def test_everything_is_told_in_order(recipe: Path) -> None:
     assert list(notes.values) == [5, 10, 12]
     assert notes.epochs == [(1, 4), (2, 8), (3, 12)]
     for step, values in notes.values.items():
-        assert values["learning_rate"] == training.rate(step - 1)
+        assert values["learning_rate"] == rate(training, step - 1)
     assert training.step == training.total_steps == 12
     training.train(notes)  # nothing left to do
     assert len(notes.steps) == 12
@@ -106,12 +109,12 @@ def test_speed_is_that_of_training_without_pauses(
     training.train(notes)
     assert list(notes.values) == [5, 10, 15, 16]
     for values in notes.values.values():
-        assert values["images_per_second"] == pytest.approx(training.config.train.batch)
+        assert values["images_per_second"] == pytest.approx(training.plan.batch)
         assert values["waiting"] == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_on_a_cpu_memory_is_kept_and_halves_run_abreast(
+def test_on_a_cpu_memory_is_kept_and_halves_run_at_once(
     recipe: Path, monkeypatch: pytest.MonkeyPatch, threads: int
 ) -> None:
     keep_memory = Mock()
@@ -121,11 +124,11 @@ def test_on_a_cpu_memory_is_kept_and_halves_run_abreast(
     training = new_training(recipe)
     torch.set_num_threads(before)
     keep_memory.assert_called_once_with()
-    assert training.method.two_threads == (threads == 2)
+    assert training.task.run.two_threads == (threads == 2)
     assert training.optimizer.param_groups[0]["fused"]
 
 
-def test_a_run_with_halves_abreast_is_the_same(recipe: Path) -> None:
+def test_a_run_with_halves_at_once_is_the_same(recipe: Path) -> None:
     before = torch.get_num_threads()
     runs = []
     for threads in (1, 2):
@@ -134,10 +137,10 @@ def test_a_run_with_halves_abreast_is_the_same(recipe: Path) -> None:
         training.train(Callback())
         runs.append(training)
     torch.set_num_threads(before)
-    plain, abreast = (run.method.state_dict() for run in runs)
-    assert [run.method.two_threads for run in runs] == [False, True]
+    plain, at_once = (run.task.state_dict() for run in runs)
+    assert [run.task.run.two_threads for run in runs] == [False, True]
     for name, value in plain.items():
-        assert_close(abreast[name], value, msg=name)
+        assert_close(at_once[name], value, msg=name)
 
 
 def test_the_optimiser_uses_the_schedule(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +151,8 @@ def test_the_optimiser_uses_the_schedule(recipe: Path, monkeypatch: pytest.Monke
     )
     training.train(Callback())
     peak = 0.0675 * 16 / 256
-    assert training.peak_rate == pytest.approx(peak)
-    assert used == [training.rate(step) for step in range(8)]
+    assert peak_rate(load_config(recipe)) == pytest.approx(peak)
+    assert used == [rate(training, step) for step in range(8)]
     assert used[:3] == pytest.approx([peak / 2, peak, peak])
     assert 0 < used[-1] < used[-2] < peak
 
@@ -157,15 +160,15 @@ def test_the_optimiser_uses_the_schedule(recipe: Path, monkeypatch: pytest.Monke
 def test_momentum_keys_and_momentum_encoder_get_no_gradient(recipe: Path) -> None:
     training = new_training(recipe)
     learned = {id(p) for group in training.optimizer.param_groups for p in group["params"]}
-    names = {name for name, p in training.method.named_parameters() if id(p) in learned}
-    assert names == {f"encoder.{name}" for name, _ in training.method.encoder.named_parameters()}
+    names = {name for name, p in training.task.named_parameters() if id(p) in learned}
+    assert names == {f"encoder.{name}" for name, _ in training.task.encoder.named_parameters()}
 
 
 def test_accumulated_gradients_are_the_mean_over_parts(recipe: Path) -> None:
     """By hand, part after part, as the loop does it."""
     training = new_training(recipe, "accumulate=2", "method=mocov2plus")
     by_hand = new_training(recipe, "method=mocov2plus")
-    assert_close(dict(training.method.named_parameters()), dict(by_hand.method.named_parameters()))
+    assert_close(dict(training.task.named_parameters()), dict(by_hand.task.named_parameters()))
     gradients: list[list[torch.Tensor]] = []
     training.optimizer.register_step_pre_hook(
         lambda optimizer, *_: gradients.append(
@@ -173,16 +176,16 @@ def test_accumulated_gradients_are_the_mean_over_parts(recipe: Path) -> None:
         )
     )
     batch = next(training.batches.from_step(0))
-    training.method.train()
+    training.task.train()
     step = training.advance(iter([batch]))
-    by_hand.method.train()
-    x_s, x_t = by_hand.views(batch, 0)
+    by_hand.task.train()
+    x_s, x_t = by_hand.inputs(batch, 0)
     losses = []
     for part in (slice(0, 8), slice(8, 16)):
-        loss = by_hand.method(x_s[part], x_t[part]).loss
+        loss = by_hand.task([x_s[part], x_t[part]], {}).loss
         (loss / 2).backward()
         losses.append(loss.detach())
-    expected = [p.grad for p in by_hand.method.encoder.parameters()]
+    expected = [p.grad for p in by_hand.task.encoder.parameters()]
     assert_close(gradients[0], expected)
     assert_close(step.loss, torch.stack(losses).mean())
 
@@ -190,12 +193,12 @@ def test_accumulated_gradients_are_the_mean_over_parts(recipe: Path) -> None:
 def test_views_of_a_step_are_a_function_of_it(recipe: Path) -> None:
     one, other = new_training(recipe), new_training(recipe)
     batch = next(one.batches.from_step(3))
-    for first, second in zip(one.views(batch, 3), other.views(batch, 3), strict=True):
+    for first, second in zip(one.inputs(batch, 3), other.inputs(batch, 3), strict=True):
         assert torch.equal(first, second)
-    x_s, x_t = one.views(batch, 3)
+    x_s, x_t = one.inputs(batch, 3)
     assert x_s.shape == (16, 3, 16, 16)
     assert not torch.equal(x_s, x_t)
-    assert not torch.equal(x_s, one.views(batch, 4)[0])
+    assert not torch.equal(x_s, one.inputs(batch, 4)[0])
 
 
 def test_saving_and_restoring(recipe: Path) -> None:
@@ -205,7 +208,7 @@ def test_saving_and_restoring(recipe: Path) -> None:
     fresh = new_training(recipe)
     assert fresh.restore()
     assert (fresh.step, fresh.seconds) == (8, training.seconds)
-    trained, restored = training.method.state_dict(), fresh.method.state_dict()
+    trained, restored = training.task.state_dict(), fresh.task.state_dict()
     assert all(torch.equal(value, restored[name]) for name, value in trained.items())
 
 
@@ -232,11 +235,11 @@ def test_a_checkpoint_from_before_there_was_a_setting(recipe: Path) -> None:
     path = training.run.checkpoints.latest()
     assert path is not None
     state = torch.load(path)
-    del state["identity"]["settings"]["views"]["eval_size"]
+    del state["identity"]["settings"]["input"]["eval_size"]
     torch.save(state, path)
     assert new_training(recipe).restore()
 
-    state["identity"]["settings"]["views"]["size"] += 8
+    state["identity"]["settings"]["input"]["size"] += 8
     torch.save(state, path)
     with pytest.raises(UserError, match="belongs to other settings"):
         new_training(recipe).restore()
@@ -244,8 +247,12 @@ def test_a_checkpoint_from_before_there_was_a_setting(recipe: Path) -> None:
 
 def test_restoring_another_model(recipe: Path) -> None:
     new_training(recipe).save()
+    other = new_training(recipe, "feature_size=8")
     with pytest.raises(UserError, match="belongs to other settings"):
-        new_training(recipe, "feature_size=8").restore()
+        other.restore()
+    other.same_identity = lambda *_: True
+    with pytest.raises(UserError, match="belongs to another configuration"):
+        other.restore()
 
 
 def test_weights_that_are_no_numbers_are_not_saved(recipe: Path) -> None:
@@ -253,7 +260,7 @@ def test_weights_that_are_no_numbers_are_not_saved(recipe: Path) -> None:
     training.save()
     training.step = 3
     with torch.no_grad():
-        training.method.encoder.backbone.conv1.weight[0, 0, 0, 0] = torch.nan
+        training.task.encoder.backbone.conv1.weight[0, 0, 0, 0] = torch.nan
     with pytest.raises(UserError, match="no longer a number at step 3"):
         training.save()
     (path,) = training.run.checkpoints.paths()
@@ -273,7 +280,7 @@ def test_a_loss_that_is_no_number_stops_the_run(
             return step._replace(loss=step.loss * torch.nan)
         if self.step == 2:
             with torch.no_grad():
-                next(self.method.encoder.parameters()).fill_(torch.inf)
+                next(self.task.encoder.parameters()).fill_(torch.inf)
         return step
 
     monkeypatch.setattr(Training, "advance", spoil)
