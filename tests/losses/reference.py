@@ -94,7 +94,7 @@ class Algorithm:
         return sinkhorn(P, self.lam, self.xi, self.niters, rows)
 
     def as_past(self, q: Array, slot: int, bank: Array) -> Array:
-        """A past query's own key, its positive, sits in the bank: in the softmax, not a negative."""
+        """A past query's own key, its positive, sits in the bank: in the softmax, no negative."""
         others = np.delete(bank, slot, axis=0)
         P = get_prob(q[None], bank[slot][None], others, self.tau)
         return np.insert(P[0, 1:], slot, 0.0)

@@ -1,64 +1,72 @@
 """Methods as the training loop sees them: steps, gradients, the momentum encoder, their state."""
 
 import io
+import math
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from torch.testing import assert_close
+from toys import (
+    BATCH,
+    PLAIN,
+    assert_same_state,
+    built,
+    copied,
+    train,
+    trainable,
+    two_views,
+    values,
+)
 
 from helpers import TINY_SPLIT
-from xmoco.config import MoCoV2PlusConfig, ModelConfig, XMoCoConfig
+from xmoco.config import (
+    BYOLConfig,
+    MethodConfig,
+    MoCoV2PlusConfig,
+    ModelConfig,
+    SimCLRConfig,
+    SwAVConfig,
+    XMoCoConfig,
+)
 from xmoco.losses import MoCoLoss, XMoCoLoss
-from xmoco.methods import Method, build_method
 from xmoco.methods.base import MomentumMethod
+from xmoco.methods.byol import BYOL
 from xmoco.methods.mocov2plus import MoCoV2Plus
+from xmoco.methods.simclr import SimCLR
+from xmoco.methods.swav import SwAV
 from xmoco.methods.xmoco import XMoCo
 
-PLAIN = TINY_SPLIT.model_copy(update={"batch_norm": "plain"})
 XMOCO = XMoCoConfig(bank_length=24, key_momentum=0.9)
 MOCO = MoCoV2PlusConfig(bank_length=24, key_momentum=0.9)
-BATCH = 16
+METHODS: dict[str, MethodConfig] = {
+    "xmoco": XMOCO,
+    "mocov2plus": MOCO,
+    "simclr": SimCLRConfig(),
+    "byol": BYOLConfig(key_momentum=0.9, key_momentum_end=None, predictor_hidden=24),
+    "swav": SwAVConfig(
+        prototypes=7, queue_length=24, queue_from_epoch=0.5, freeze_prototypes_epochs=0.25
+    ),
+}
+MOMENTUM = ("xmoco", "mocov2plus", "byol")
+SIDES = {"source", "target"}
+TERMS = {
+    "xmoco": {f"{term}_{side}" for term in ("labels", "consistency") for side in SIDES},
+    "mocov2plus": SIDES,
+    "simclr": set(),
+    "byol": SIDES,
+    "swav": set(),
+}
+METRICS = {"feature_spread", "effective_rank"}
+CONTRAST_METRICS = {"positive_probability", "consistency_gap"}
 
-each_method = pytest.mark.parametrize("settings", [XMOCO, MOCO], ids=["xmoco", "mocov2plus"])
+each_method = pytest.mark.parametrize("name", METHODS)
+each_norm = pytest.mark.parametrize("model", [TINY_SPLIT, PLAIN], ids=["split", "plain"])
 
 
-def built(
-    settings: XMoCoConfig | MoCoV2PlusConfig, model: ModelConfig = TINY_SPLIT, seed: int = 0
-) -> MomentumMethod:
-    torch.manual_seed(seed)
-    method = build_method(model, settings)
+def momentum_method(settings: MethodConfig, model: ModelConfig = TINY_SPLIT) -> MomentumMethod:
+    method = built(settings, model)
     assert isinstance(method, MomentumMethod)
     return method
-
-
-def two_views(step: int) -> tuple[Tensor, Tensor]:
-    """Two noisy looks at random images of 8×8, made of four large pixels."""
-    generator = torch.Generator().manual_seed(step)
-    images = F.interpolate(torch.randn(BATCH, 3, 2, 2, generator=generator), 8)
-    noise = torch.randn(2, *images.shape, generator=generator)
-    x_s, x_t = images + 0.2 * noise
-    return x_s, x_t
-
-
-def trainable(method: Method) -> dict[str, Tensor]:
-    return {name: p for name, p in method.named_parameters() if p.requires_grad}
-
-
-def train(method: Method, steps: range, rate: float = 0.05) -> list[float]:
-    """What the loop does. (A momentum buffer would be the loop's to save; here there is none.)"""
-    optimiser = torch.optim.SGD(trainable(method).values(), lr=rate)
-    losses = []
-    for step in steps:
-        optimiser.zero_grad()
-        precision = next(method.parameters()).dtype
-        loss = method(*(view.to(precision) for view in two_views(step))).loss
-        loss.backward()
-        optimiser.step()
-        method.after_step()
-        losses.append(loss.item())
-    return losses
 
 
 def test_build_method_passes_every_setting_on() -> None:
@@ -70,128 +78,168 @@ def test_build_method_passes_every_setting_on() -> None:
         positive_mass=0.7,
         sinkhorn_iterations=4,
         history="probabilities",
+        consistency_weight=0.25,
     )
     xmoco = built(settings)
     assert isinstance(xmoco, XMoCo)
-    loss = xmoco.loss
+    loss, labels = xmoco.loss, xmoco.loss.soft_labels
     assert isinstance(loss, XMoCoLoss)
     assert loss.banks.source.shape == (11, 16)
-    assert loss.history is not None
-    assert loss.history.source.shape == (11, 11)
-    assert (loss.temperature, loss.sharpness, loss.positive_mass) == (0.3, 3.0, 0.7)
-    assert (loss.iterations, xmoco.key_momentum) == (4, 0.5)
+    assert labels is not None
+    assert labels.history is not None
+    assert labels.history.source.shape == (11, 11)
+    assert (loss.temperature, labels.sharpness, labels.positive_mass) == (0.3, 3.0, 0.7)
+    assert labels.iterations == 4
+    assert values(xmoco) == {"key_momentum": 0.5, "consistency_weight": 0.25}
 
     moco = built(MoCoV2PlusConfig(bank_length=9, temperature=0.1, key_momentum=0.25))
     assert isinstance(moco, MoCoV2Plus)
     assert type(moco.loss) is MoCoLoss
     assert moco.loss.banks.source.shape == (9, 16)
-    assert (moco.loss.temperature, moco.key_momentum) == (0.1, 0.25)
+    assert moco.loss.temperature == 0.1
+    assert values(moco) == {"key_momentum": 0.25}
+
+    simclr = built(SimCLRConfig(temperature=0.3))
+    assert isinstance(simclr, SimCLR)
+    assert simclr.temperature == 0.3
+    assert values(simclr) == {}
+
+    byol = built(BYOLConfig(key_momentum=0.5, predictor_hidden=12))
+    assert isinstance(byol, BYOL)
+    first, *_, last = byol.predictor
+    assert (first.weight.shape, last.weight.shape) == ((12, 16), (16, 12))
+    assert values(byol) == {"key_momentum": 0.5}
+
+    swav = built(SwAVConfig(prototypes=5, queue_length=9, freeze_prototypes_epochs=0))
+    assert isinstance(swav, SwAV)
+    assert swav.prototypes.weight.shape == (5, 16)
+    assert swav.queue is not None
+    assert swav.queue.source.shape == (9, 16)
+    assert values(swav) == {"prototypes_learn": 1.0, "queue_counts": 0.0}
 
 
 @each_method
-@pytest.mark.parametrize("model", [TINY_SPLIT, PLAIN], ids=["split", "plain"])
-def test_a_step_tells_loss_and_terms_and_gauges_when_asked(
-    settings: XMoCoConfig | MoCoV2PlusConfig, model: ModelConfig
-) -> None:
-    method = built(settings, model)
-    loss, terms, metrics = method(*two_views(0))
+@each_norm
+def test_a_step_tells_loss_and_terms_and_metrics_when_asked(name: str, model: ModelConfig) -> None:
+    method = built(METHODS[name], model)
+    loss, terms, metrics = method(two_views(0), values(method))
     assert loss.shape == ()
-    assert_close(loss, torch.stack(list(terms.values())).sum())
-    names = {"source", "target"}
-    if settings is XMOCO:
-        names = {f"{term}_{side}" for term in ("labels", "consistency") for side in names}
-    assert set(terms) == names
+    assert loss.requires_grad
+    assert set(terms) == TERMS[name]
+    if terms:
+        assert_close(loss, torch.stack(list(terms.values())).sum())
     assert metrics == {}
-    metrics = method(*two_views(1), with_metrics=True).metrics
-    expected = {"feature_spread", "effective_rank", "positive_probability", "consistency_gap"}
-    assert set(metrics) == expected | ({"label_entropy"} if settings is XMOCO else set())
-    for gauge in metrics.values():
-        assert gauge.shape == ()
-        assert gauge.isfinite()
-        assert not gauge.requires_grad
+    metrics = method(two_views(1), values(method, 1), with_metrics=True).metrics
+    contrast = CONTRAST_METRICS if name in ("xmoco", "mocov2plus") else set()
+    assert set(metrics) == METRICS | contrast | ({"label_entropy"} if name == "xmoco" else set())
+    for metric in metrics.values():
+        assert metric.shape == ()
+        assert metric.isfinite()
+        assert not metric.requires_grad
 
 
 @each_method
-def test_measuring_does_not_change_the_step(settings: XMoCoConfig | MoCoV2PlusConfig) -> None:
-    one, other = built(settings), built(settings)
+def test_measuring_does_not_change_the_step(name: str) -> None:
+    one, other = built(METHODS[name]), built(METHODS[name])
     for step in range(3):
-        measured = one(*two_views(step), with_metrics=True).loss
-        assert torch.equal(measured, other(*two_views(step)).loss)
+        measured = one(two_views(step), values(one, step), with_metrics=True).loss
+        assert torch.equal(measured, other(two_views(step), values(other, step)).loss)
+    assert_same_state(one, other.state_dict())
 
 
 @each_method
-def test_only_the_encoder_gets_gradients(settings: XMoCoConfig | MoCoV2PlusConfig) -> None:
-    method = built(settings)
-    assert set(trainable(method)) == {
-        f"encoder.{name}" for name, _ in method.encoder.named_parameters()
+def test_only_what_learns_gets_gradients(name: str) -> None:
+    """The encoder, and a predictor or prototypes where there are some; never the keys' side."""
+    method = built(METHODS[name])
+    learns = {"byol": ("encoder.", "predictor."), "swav": ("encoder.", "prototypes.")}
+    prefixes = learns.get(name, ("encoder.",))
+    names = [key for key, _ in method.named_parameters()]
+    assert set(trainable(method)) == {key for key in names if key.startswith(prefixes)}
+    assert {group_id for group in method.param_groups() for group_id in map(id, group[0])} == {
+        id(p) for p in trainable(method).values()
     }
     for step in range(3):  # the last with a full history
-        method(*two_views(step)).loss.backward()
-    for name, parameter in method.named_parameters():
-        assert (parameter.grad is not None) == name.startswith("encoder."), name
+        method(two_views(step), values(method, step)).loss.backward()
+    for key, parameter in method.named_parameters():
+        assert (parameter.grad is not None) == key.startswith(prefixes), key
+        if parameter.grad is not None:
+            assert parameter.grad.isfinite().all()
+            assert parameter.grad.any(), key
 
 
-@each_method
-def test_after_a_step_the_momentum_encoder_follows(
-    settings: XMoCoConfig | MoCoV2PlusConfig,
-) -> None:
-    method = built(settings)
-    assert method.bank_fill == 0
+@pytest.mark.parametrize("name", MOMENTUM)
+def test_after_a_step_the_momentum_encoder_follows(name: str) -> None:
+    method = momentum_method(METHODS[name])
     before = [p.clone() for p in method.momentum_encoder.parameters()]
     train(method, range(1))
-    assert method.bank_fill == BATCH / 24
     followers, leaders = method.momentum_encoder.parameters(), method.encoder.parameters()
     moved = False
     for follower, leader, old in zip(followers, leaders, before, strict=True):
         assert_close(follower, 0.9 * old + 0.1 * leader.detach())
         moved |= not torch.equal(follower, old)
     assert moved
-    train(method, range(1, 2))
-    assert method.bank_fill == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "memory"), [("xmoco", "bank"), ("mocov2plus", "bank"), ("swav", "queue")]
+)
+def test_memories_fill_step_by_step(name: str, memory: str) -> None:
+    method = built(METHODS[name])
+    fills = [method.fill_levels()]
+    for step in range(2):
+        train(method, range(step, step + 1))
+        fills.append(method.fill_levels())
+    assert fills == [{memory: 0}, {memory: BATCH / 24}, {memory: 1}]
+
+
+def test_methods_without_a_memory_have_no_fill() -> None:
+    for settings in (SimCLRConfig(), METHODS["byol"], SwAVConfig(prototypes=5)):
+        assert built(settings).fill_levels() == {}
 
 
 def test_keys_come_from_the_momentum_encoder_in_other_company() -> None:
     views = two_views(0)
-    split, plain = built(XMOCO), built(XMOCO, PLAIN)
-    assert not any(keys.requires_grad for keys in split.keys(*views))
-    for keys, view in zip(plain.keys(*views), views, strict=True):
-        assert_close(keys, plain.momentum_encoder(view))
-    split = built(XMOCO)
-    keys, queries = torch.cat(split.keys(*views)), torch.cat(split.queries(*views)).detach()
-    assert not torch.allclose(keys, queries, atol=1e-3)  # although f is still g
+    split, plain = momentum_method(XMOCO), momentum_method(XMOCO, PLAIN)
+    _, keys = split.queries_and_keys(views, views)
+    assert not any(key.requires_grad for key in keys)
+    _, keys = plain.queries_and_keys(views, views)
+    for key, view in zip(keys, views, strict=True):
+        assert_close(key, plain.momentum_encoder(view))
+    split = momentum_method(XMOCO)
+    queries, keys = split.queries_and_keys(views, views)
+    # although f is still g
+    assert not torch.allclose(torch.cat(keys), torch.cat(queries).detach(), atol=1e-3)
     split.eval()  # without batch statistics the company does not matter
     split.momentum_encoder.load_state_dict(split.encoder.state_dict())
-    assert_close(torch.cat(split.keys(*views)), torch.cat(split.queries(*views)).detach())
+    queries, keys = split.queries_and_keys(views, views)
+    assert_close(torch.cat(keys), torch.cat(queries).detach())
 
 
 @each_method
-@pytest.mark.parametrize("model", [TINY_SPLIT, PLAIN], ids=["split", "plain"])
-def test_what_suits_a_gpu_computes_the_same(
-    settings: XMoCoConfig | MoCoV2PlusConfig, model: ModelConfig
-) -> None:
+@each_norm
+def test_what_suits_a_gpu_computes_the_same(name: str, model: ModelConfig) -> None:
     """Views stacked and norms fused, against one view after the other: losses and the state."""
-    stacked, apart = (built(settings, model) for _ in range(2))
+    stacked, apart = (built(METHODS[name], model) for _ in range(2))
     for method in (stacked, apart):
         method.encoder.double()
-        method.momentum_encoder.double()
+        if isinstance(method, MomentumMethod):
+            method.momentum_encoder.double()
     names = list(stacked.state_dict())
-    stacked.suit_gpu()
-    assert stacked.stacked
+    stacked.optimize_for(torch.device("cuda"))
+    assert stacked.encoder in stacked.run.stacked
     assert list(stacked.state_dict()) == names
     assert trainable(stacked).keys() == trainable(apart).keys()
     steps = range(4)
     assert_close(train(stacked, steps), train(apart, steps), rtol=1e-6, atol=1e-6)
-    for name, value in apart.state_dict().items():
+    for key, value in apart.state_dict().items():
         # The encoder ends in float32, so banks and features agree as far as that goes.
-        assert_close(stacked.state_dict()[name], value, rtol=1e-3, atol=1e-5)
+        assert_close(stacked.state_dict()[key], value, rtol=1e-3, atol=1e-5)
 
 
 @each_method
 @pytest.mark.parametrize("steps", [1, 3])
-def test_state_dict_round_trip_continues_identically(
-    settings: XMoCoConfig | MoCoV2PlusConfig, steps: int
-) -> None:
-    original, restored = built(settings), built(settings, seed=1)
+def test_state_dict_round_trip_continues_identically(name: str, steps: int) -> None:
+    original, restored = built(METHODS[name]), built(METHODS[name], seed=1)
     train(original, range(steps))
     file = io.BytesIO()
     torch.save(original.state_dict(), file)
@@ -199,13 +247,23 @@ def test_state_dict_round_trip_continues_identically(
     restored.load_state_dict(torch.load(file, weights_only=True))
     following = range(steps, steps + 3)
     assert train(original, following) == train(restored, following)
-    for name, value in original.state_dict().items():
-        assert torch.equal(restored.state_dict()[name], value), name
+    assert_same_state(restored, original.state_dict())
 
 
 @each_method
-def test_twenty_steps_lower_the_loss(settings: XMoCoConfig | MoCoV2PlusConfig) -> None:
-    method = built(settings)
+def test_eval_mode_changes_nothing(name: str) -> None:
+    method = built(METHODS[name])
+    train(method, range(2))
+    before = copied(method.state_dict())
+    method.eval()
+    first, second = (method(two_views(3), values(method, 3)).loss for _ in range(2))
+    assert torch.equal(first, second)
+    assert_same_state(method, before)
+
+
+@each_method
+def test_twenty_steps_lower_the_loss(name: str) -> None:
+    method = built(METHODS[name])
     train(method, range(3), rate=0)  # the banks fill with keys
     losses = train(method, range(3, 23))
     assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
@@ -216,5 +274,87 @@ def test_full_positive_mass_contains_mocov2plus(history: str) -> None:
     xmoco = built(XMOCO.model_copy(update={"positive_mass": 1.0, "history": history}))
     moco = built(MOCO)
     for step in range(4):
-        terms, expected = xmoco(*two_views(step)).terms, moco(*two_views(step)).loss
+        terms = xmoco(two_views(step), values(xmoco)).terms
+        expected = moco(two_views(step), values(moco)).loss
         assert_close(terms["labels_source"] + terms["labels_target"], expected)
+
+
+def test_without_its_two_parts_xmoco_trains_as_mocov2plus() -> None:
+    """To the bit: losses and everything that is kept."""
+    off = {"label_weight": 0.0, "consistency_weight": 0.0}
+    xmoco, moco = built(XMOCO.model_copy(update=off)), built(MOCO)
+    assert train(xmoco, range(4)) == train(moco, range(4))
+    assert_same_state(xmoco, moco.state_dict())
+
+
+def test_a_rising_weight_of_consistency_reaches_the_loss() -> None:
+    rising = {"consistency_weight": 0.5, "consistency_warmup_epochs": 2.0}
+    method = built(XMOCO.model_copy(update=rising))
+    weights = [values(method, step)["consistency_weight"] for step in (0, 2, 4, 8, 20)]
+    assert weights == [0, 0.125, 0.25, 0.5, 0.5]
+    loss, terms, _ = method(two_views(0), values(method, 2))
+    labels = terms["labels_source"] + terms["labels_target"]
+    agreement = terms["consistency_source"] + terms["consistency_target"]
+    assert_close(loss, labels + 0.125 * agreement)
+
+
+def test_levels_that_losses_are_compared_with() -> None:
+    chance = {"xmoco": math.log(25), "mocov2plus": math.log(25), "swav": math.log(7)}
+    for name, level in chance.items():
+        assert built(METHODS[name]).reference_levels() == {"chance": level}
+    # The default batch of 512 makes 1,023 other views.
+    assert built(METHODS["simclr"]).reference_levels() == {"chance": math.log(1023)}
+    assert built(METHODS["byol"]).reference_levels() == {"unrelated": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("xmoco", "lower bank_length"), ("mocov2plus", "lower bank_length"), ("swav", "queue_length")],
+)
+def test_a_memory_longer_than_the_set_is_warned_of(name: str, words: str) -> None:
+    method = built(METHODS[name])
+    assert method.warnings(images=24) == []
+    (warning,) = method.warnings(images=23)
+    assert words in warning
+    for other in ("simclr", "byol"):
+        assert built(METHODS[other]).warnings(images=2) == []
+
+
+def test_who_hides_keys_from_batch_statistics() -> None:
+    hiding = {name for name, settings in METHODS.items() if built(settings).hides_keys}
+    assert hiding == {"xmoco", "mocov2plus"}
+
+
+def test_titles_are_the_methods_names() -> None:
+    titles = [built(settings).title for settings in METHODS.values()]
+    assert titles == ["XMoCo", "MoCo v2+", "SimCLR", "BYOL", "SwAV"]
+
+
+# What is not in the paper, and off unless asked for
+
+
+def test_weak_keys_are_of_views_of_their_own() -> None:
+    method = momentum_method(XMOCO.model_copy(update={"weak_keys": True}))
+    (strong, weak) = method.views
+    assert strong.names == ("source view", "target view")
+    assert weak.names == ("weak source view", "weak target view")
+    assert (weak.augmentation.jitter, weak.augmentation.blur) == (0, 0)
+    assert weak.input == strong.input
+    views = [*two_views(0), *two_views(1)]
+    (q_s, q_t), keys = method.contrasted(views)
+    again = momentum_method(XMOCO)
+    expected = again.queries_and_keys(views[:2], views[2:])
+    assert_close(torch.stack([q_s, q_t]), torch.stack(expected[0]))
+    assert_close(torch.stack(keys), torch.stack(expected[1]))
+
+
+def test_a_predictor_stands_between_queries_and_keys() -> None:
+    method = built(XMOCO.model_copy(update={"predictor_hidden": 12}))
+    assert any(name.startswith("predictor.") for name in trainable(method))
+    method(two_views(0), values(method)).loss.backward()
+    for name, parameter in trainable(method).items():
+        assert parameter.grad is not None, name
+        assert parameter.grad.any(), name
+    assert isinstance(method, XMoCo)
+    for query in method.contrasted(two_views(0))[0]:
+        assert_close(query.norm(dim=1), torch.ones(BATCH))

@@ -12,10 +12,21 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from helpers import TINY_SPLIT
-from xmoco.config import MoCoV2PlusConfig, XMoCoConfig
-from xmoco.methods import build_method
+from xmoco.config import (
+    BYOLConfig,
+    Config,
+    MethodConfig,
+    MoCoV2PlusConfig,
+    SimCLRConfig,
+    SwAVConfig,
+    XMoCoConfig,
+)
+from xmoco.methods import Method, build_method
 from xmoco.methods.base import MomentumMethod
 from xmoco.nn.two_threads import both, has_halves, with_parallel_backward
+from xmoco.schedules import Clock, ScheduledValues
+
+CLOCK = Clock(step=40, total_steps=100, steps_per_epoch=10)
 
 
 @pytest.fixture
@@ -114,67 +125,77 @@ def test_passes_are_forgotten_once_gone_back_through() -> None:
     assert all(output() is None for output in passes)
 
 
-def test_parameters_may_be_frozen() -> None:
+def built(settings: MethodConfig, batch_norm: str = "split") -> Method:
     torch.manual_seed(0)
-    method = build_method(TINY_SPLIT, XMoCoConfig(bank_length=24))
-    assert isinstance(method, MomentumMethod)
-    method.two_threads = True
+    model = TINY_SPLIT.model_copy(update={"batch_norm": batch_norm})
+    return build_method(Config(model=model, method=settings))
+
+
+def test_parameters_may_be_frozen() -> None:
+    method = built(XMoCoConfig(bank_length=24))
+    method.run.two_threads = True
     frozen = method.encoder.backbone.conv1.weight.requires_grad_(False)
-    method(*torch.randn(2, 16, 3, 8, 8).unbind()).loss.backward()
+    at = ScheduledValues(method.schedules()).at(CLOCK)
+    method(torch.randn(2, 16, 3, 8, 8).unbind(), at).loss.backward()
     assert frozen.grad is None
     assert all(p.grad is not None for p in method.encoder.parameters() if p is not frozen)
 
 
-def trained(method: MomentumMethod, steps: int) -> list[float]:
-    optimiser = torch.optim.SGD(method.encoder.parameters(), lr=0.05, momentum=0.9)
+def trained(method: Method, steps: int) -> list[float]:
+    learned = [p for p in method.parameters() if p.requires_grad]
+    optimiser = torch.optim.SGD(learned, lr=0.05, momentum=0.9)
     generator = torch.Generator().manual_seed(1)
-    losses = []
+    at, losses = ScheduledValues(method.schedules()).at(CLOCK), []
     for _ in range(steps):
-        x_s, x_t = torch.randn(2, 16, 3, 8, 8, generator=generator).unbind()
-        loss = method(x_s, x_t).loss
+        loss = method(torch.randn(2, 16, 3, 8, 8, generator=generator).unbind(), at).loss
         loss.backward()
+        assert all(p.grad is not None for p in learned)
+        method.before_update(at)
         optimiser.step()
         optimiser.zero_grad()
-        method.after_step()
+        method.after_update(at)
         losses.append(loss.item())
     return losses
 
 
+METHODS: dict[str, MethodConfig] = {
+    "xmoco": XMoCoConfig(bank_length=24, key_momentum=0.9),
+    "a predictor": XMoCoConfig(bank_length=24, key_momentum=0.9, predictor_hidden=12),
+    "mocov2plus": MoCoV2PlusConfig(bank_length=24),
+    "simclr": SimCLRConfig(),
+    "byol": BYOLConfig(predictor_hidden=12),
+    "swav": SwAVConfig(prototypes=7, queue_length=24),
+}
+
+
 @pytest.mark.parametrize("groups", ["split", "plain"])
-@pytest.mark.parametrize(
-    "settings",
-    [XMoCoConfig(bank_length=24, key_momentum=0.9), MoCoV2PlusConfig(bank_length=24)],
-    ids=["xmoco", "mocov2plus"],
-)
-def test_training_is_the_same_bit_for_bit(
-    settings: XMoCoConfig | MoCoV2PlusConfig, groups: str
-) -> None:
+@pytest.mark.parametrize("name", METHODS)
+def test_training_is_the_same_bit_for_bit(name: str, groups: str) -> None:
     """Where either way has one thread for an operation, so that sums add up in the same order."""
-    torch.manual_seed(0)
-    plain = build_method(TINY_SPLIT.model_copy(update={"batch_norm": groups}), settings)
-    assert isinstance(plain, MomentumMethod)
-    abreast = copy.deepcopy(plain)
-    abreast.abreast = True
-    assert trained(abreast, 6) == trained(plain, 6)
-    states = (abreast.state_dict(), plain.state_dict())
-    for name, value in states[1].items():
+    one_by_one = built(METHODS[name], groups)
+    in_two = copy.deepcopy(one_by_one)
+    in_two.run.two_threads = True
+    assert trained(in_two, 6) == trained(one_by_one, 6)
+    states = (in_two.state_dict(), one_by_one.state_dict())
+    for key, value in states[1].items():
         if isinstance(value, Tensor):
-            assert torch.equal(states[0][name], value), name
+            assert torch.equal(states[0][key], value), key
 
 
 def test_without_gradients_nothing_is_kept_for_them() -> None:
-    method = build_method(TINY_SPLIT, XMoCoConfig(bank_length=24))
+    method = built(XMoCoConfig(bank_length=24))
     assert isinstance(method, MomentumMethod)
-    method.two_threads = True
+    method.run.two_threads = True
+    views = torch.randn(2, 8, 3, 8, 8).unbind()
     with torch.no_grad():
-        features = method.features(*torch.randn(2, 8, 3, 8, 8).unbind())
-    assert not any(feature.requires_grad for feature in features)
+        queries, keys = method.queries_and_keys(views, views)
+    assert not any(features.requires_grad for features in (*queries, *keys))
 
 
 @pytest.mark.usefixtures("four_threads")
-def test_a_cpu_run_goes_abreast_where_there_are_halves() -> None:
-    method = build_method(TINY_SPLIT, XMoCoConfig(bank_length=24))
-    assert isinstance(method, MomentumMethod)
-    assert not method.two_threads
-    method.suit_cpu()
-    assert method.two_threads
+@pytest.mark.parametrize("name", METHODS)
+def test_a_cpu_run_uses_two_threads_where_there_are_halves(name: str) -> None:
+    method = built(METHODS[name])
+    assert not method.run.two_threads
+    method.optimize_for(torch.device("cpu"))
+    assert method.run.two_threads
