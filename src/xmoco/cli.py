@@ -1,12 +1,13 @@
 """The command line: one verb per command, no logic. Heavy imports wait until a command runs."""
 
 import os
+import shlex
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 # torch's CPU threads spin while they wait; on a busy machine that makes every operation a hundred
 # times slower. A short spin costs little when the machine is free: see ``nn/two_threads.py``.
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from xmoco.records import Record
 
 STOPPED = (
-    "stopped; a training run that has begun goes on with --resume, a grid with the same command."
+    "stopped; a pre-training that has begun goes on with --resume, an evaluation with the same "
+    "command."
 )
 
 app = typer.Typer(
@@ -127,6 +129,17 @@ LabelledData = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda` or `mps`.")]
+Devices = Annotated[
+    int,
+    typer.Option(
+        help="Processes, each with a device of its own, that share every batch. The result is that "
+        "of one process up to rounding; but where the backbone is tuned, each process normalises "
+        "by the batch statistics of its own share."
+    ),
+]
+Nodes = Annotated[
+    int, typer.Option(help="Machines with so many devices each; start the command on all of them.")
+]
 Precision = Annotated[str, typer.Option(help="`fp32` or `bf16`.")]
 Size = Annotated[
     int | None,
@@ -140,6 +153,52 @@ EvalSize = Annotated[
     typer.Option(
         help="Side of the images judged only, which may do better if larger than the crops. "
         "Default: --size or, without it, the eval_size of the weights' recipe."
+    ),
+]
+
+
+def _colour(text: str) -> tuple[float, ...]:
+    """Three numbers between commas."""
+    from xmoco.errors import UserError
+
+    try:
+        red, green, blue = map(float, text.split(","))
+    except ValueError:
+        raise UserError(f"{text!r} is not three numbers such as 0.485,0.456,0.406.") from None
+    return red, green, blue
+
+
+Mean = Annotated[
+    Any,
+    typer.Option(
+        parser=_colour,
+        metavar="R,G,B",
+        help="What weights from elsewhere expect to be subtracted from the channels (0 to 1), e.g. "
+        "`0.4914,0.4822,0.4465`. Default: a guess by their layout; our own files know it.",
+    ),
+]
+Std = Annotated[
+    Any,
+    typer.Option(
+        parser=_colour,
+        metavar="R,G,B",
+        help="What weights from elsewhere expect the channels to be divided by afterwards.",
+    ),
+]
+Labelled = Annotated[
+    bool | None,
+    typer.Option(
+        "--labelled/--unlabelled",
+        help="Whether weights from elsewhere were trained with labels, which records and tables "
+        "tell. Default: they were if the file holds a classifier.",
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="The run folder, with checkpoints and metrics; the same command goes on where it "
+        "stopped, and judges a finished classifier again without training it. Default: under "
+        "`runs/evaluate`, one for each combination of weights, images and settings."
     ),
 ]
 Root = Annotated[str, typer.Option(help="Where torchvision sets are kept.")]
@@ -189,6 +248,10 @@ def knn(
     ] = None,
     temperature: Annotated[float, typer.Option(help="Votes weigh exp(similarity / this).")] = 0.1,
     size: Size = None,
+    eval_size: EvalSize = None,
+    mean: Mean = None,
+    std: Std = None,
+    labelled: Labelled = None,
     device: Device = "auto",
     root: Root = "data",
     download: Download = False,
@@ -207,7 +270,17 @@ def knn(
             data,
             ks=k or (10, 20, 100, 200),
             temperature=temperature,
-            options=_eval_options(device, root, download, size=size, cache=cache),
+            options=_eval_options(
+                cache,
+                device=device,
+                root=root,
+                download=download,
+                size=size,
+                eval_size=eval_size,
+                mean=mean,
+                std=std,
+                labelled=labelled,
+            ),
             listener=listener,
         )
     rows = [(f"top-1, k = {record.protocol['k']}", record) for record in found]
@@ -227,9 +300,15 @@ def linear(
         int | None, typer.Option(help="Fewer than the protocol's 100, named in the record.")
     ] = None,
     seed: Seed = 0,
+    out: Out = None,
     size: Size = None,
     eval_size: EvalSize = None,
+    mean: Mean = None,
+    std: Std = None,
+    labelled: Labelled = None,
     device: Device = "auto",
+    devices: Devices = 1,
+    nodes: Nodes = 1,
     precision: Precision = "fp32",
     root: Root = "data",
     download: Download = False,
@@ -238,7 +317,19 @@ def linear(
     """Accuracy of a linear classifier on the frozen backbone (random crops and flips)."""
     from xmoco.evaluate.classification import evaluate_linear
 
-    options = _eval_options(device, root, download, precision, size, eval_size)
+    options = _eval_options(
+        device=device,
+        devices=devices,
+        nodes=nodes,
+        precision=precision,
+        root=root,
+        download=download,
+        size=size,
+        eval_size=eval_size,
+        mean=mean,
+        std=std,
+        labelled=labelled,
+    )
     with _bars() as listener:
         found = evaluate_linear(
             weights,
@@ -246,6 +337,7 @@ def linear(
             preset=preset,
             epochs=epochs,
             seed=seed,
+            out=out,
             options=options,
             listener=listener,
         )
@@ -269,9 +361,15 @@ def finetune(
         int | None, typer.Option(help="Fewer than the protocol's 20, named in the record.")
     ] = None,
     seed: Seed = 0,
+    out: Out = None,
     size: Size = None,
     eval_size: EvalSize = None,
+    mean: Mean = None,
+    std: Std = None,
+    labelled: Labelled = None,
     device: Device = "auto",
+    devices: Devices = 1,
+    nodes: Nodes = 1,
     precision: Precision = "fp32",
     root: Root = "data",
     download: Download = False,
@@ -280,7 +378,19 @@ def finetune(
     """Accuracy after fine-tuning the backbone end to end, on all labels or a share of them."""
     from xmoco.evaluate.classification import evaluate_finetune
 
-    options = _eval_options(device, root, download, precision, size, eval_size)
+    options = _eval_options(
+        device=device,
+        devices=devices,
+        nodes=nodes,
+        precision=precision,
+        root=root,
+        download=download,
+        size=size,
+        eval_size=eval_size,
+        mean=mean,
+        std=std,
+        labelled=labelled,
+    )
     with _bars() as listener:
         found = evaluate_finetune(
             weights,
@@ -288,6 +398,7 @@ def finetune(
             fraction=fraction,
             epochs=epochs,
             seed=seed,
+            out=out,
             options=options,
             listener=listener,
         )
@@ -330,8 +441,9 @@ def transfer(
     out: Annotated[
         Path | None,
         typer.Option(
-            help="End to end: where finished grid points are kept, a folder for each set; the "
-            "same command goes on where it stopped. Default: under `runs/transfer`."
+            help="End to end: where finished grid points are kept, and checkpoints of the one in "
+            "training, in a folder for each set; the same command goes on where it stopped. "
+            "Default: under `runs/transfer`."
         ),
     ] = None,
     seed: Annotated[
@@ -339,7 +451,18 @@ def transfer(
     ] = 0,
     size: Size = None,
     eval_size: EvalSize = None,
+    mean: Mean = None,
+    std: Std = None,
+    labelled: Labelled = None,
     device: Device = "auto",
+    devices: Annotated[
+        int,
+        typer.Option(
+            help="End to end: processes, each with a device of its own, that share every batch. "
+            "Each normalises by the batch statistics of its own share."
+        ),
+    ] = 1,
+    nodes: Nodes = 1,
     precision: Annotated[
         str, typer.Option(help="End to end: `fp32` or `bf16`; features are always `fp32`.")
     ] = "fp32",
@@ -356,7 +479,20 @@ def transfer(
     from xmoco.data.transfer_sets import TRANSFER_SETS, open_transfer_sets
     from xmoco.evaluate.transfer import evaluate_transfer
 
-    options = _eval_options(device, root, download, precision, size, eval_size, cache)
+    options = _eval_options(
+        cache,
+        device=device,
+        devices=devices,
+        nodes=nodes,
+        precision=precision,
+        root=root,
+        download=download,
+        size=size,
+        eval_size=eval_size,
+        mean=mean,
+        std=std,
+        labelled=labelled,
+    )
     names = [name for given in data for name in (TRANSFER_SETS if given == "all" else [given])]
     # All are opened first: a mistake in the last should not come out hours later.
     for images in open_transfer_sets(names, root=root, download=download, metric=metric):
@@ -497,26 +633,14 @@ def _print(text: str) -> None:
     Console().print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _eval_options(
-    device: str,
-    root: str,
-    download: bool,
-    precision: str = "fp32",
-    size: int | None = None,
-    eval_size: int | None = None,
-    cache: bool = False,
-) -> "EvalOptions":
+def _eval_options(cache: bool = False, **given: Any) -> "EvalOptions":
     from xmoco.evaluate.cache import default_cache
     from xmoco.evaluate.evaluation import EvalOptions
 
     return EvalOptions(
-        device=device,
-        precision=precision,
-        root=root,
-        download=download,
-        size=size,
-        eval_size=eval_size,
         cache=default_cache() if cache else None,
+        command=shlex.join(["xmoco", *sys.argv[1:]]),
+        **given,
     )
 
 
@@ -524,6 +648,10 @@ def _eval_options(
 def _bars() -> "Iterator[Listener]":
     """A progress bar for every stage, with the time left and a note such as the loss."""
     from xmoco.evaluate.evaluation import Listener
+
+    if not _first_process():
+        yield Listener()
+        return
 
     class Bars(Listener):
         def progress(self, stage: str, done: int, total: int, note: str = "") -> None:
@@ -561,6 +689,8 @@ def _show_classification(found: list["Record"], file: Path | None) -> None:
 def _show_records(title: str, rows: list[tuple[str, "Record"]], file: Path | None) -> None:
     from xmoco.records import append_records
 
+    if not _first_process():
+        return
     records = [record for _, record in rows]
     if file is not None:  # first of all: what was measured must not be lost
         append_records(file, records)

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shlex
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -11,16 +13,24 @@ from pathlib import Path
 import pytest
 import torch
 import torchvision
+import yaml
 from torch import Tensor
 
 import xmoco
-from helpers import make_images, run_cli
+from helpers import assert_refused, checkpoints, make_images, metrics, run_cli
 from xmoco.evaluate import classify
 from xmoco.evaluate.evaluation import EvalOptions, Listener
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
+from xmoco.train.loop import Training
 
 CARD = BackboneCard("tiny", "cifar", 16, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), "xmoco", 3, 7)
+
+
+@pytest.fixture(autouse=True)
+def in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where ``runs/evaluate`` goes."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
@@ -53,12 +63,12 @@ def seen_sizes(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     def watched(name: str, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def watch(*args: object, **kwargs: object) -> Tensor:
             pixels = function(*args, **kwargs)
-            sides[name] = pixels.shape[-1]
+            sides[name] = pixels[0].shape[-1]
             return pixels
 
         return watch
 
-    for name in ("render", "central"):
+    for name in ("views_of", "central"):
         monkeypatch.setattr(classify, name, watched(name, getattr(classify, name)))
     return sides
 
@@ -73,10 +83,10 @@ def test_whole_images_may_be_shown_at_another_size_than_crops(
     sides = seen_sizes(monkeypatch)
     linear = partial(xmoco.evaluate_linear, weights, tmp_path / "images", epochs=1)
     record, _ = linear(options=EvalOptions("cpu"))
-    assert sides == {"render": 16, "central": 24}
+    assert sides == {"views_of": 16, "central": 24}
     assert (record.protocol["crop_size"], record.protocol["size"]) == (16, 24)
     record, _ = linear(options=EvalOptions("cpu", size=20))
-    assert sides == {"render": 20, "central": 20}
+    assert sides == {"views_of": 20, "central": 20}
     assert (record.protocol["crop_size"], record.protocol["size"]) == (20, 20)
 
     knn = partial(xmoco.evaluate_knn, weights, tmp_path / "images", ks=(2,))
@@ -166,7 +176,8 @@ def test_every_stage_tells_how_far_it_is(weights: Path, two_splits: Path, tmp_pa
     assert all(told[-1][0] == told[-1][1] for told in ear.stages.values())
     ear = Ear()
     xmoco.evaluate_finetune(weights, two_splits, epochs=2, listener=ear)
-    training, judging = ear.stages.values()
+    reading, training, judging = ear.stages.values()
+    assert reading[-1] == (32, 32)
     assert (training[0], training[-1]) == ((0, 32), (32, 32))
     assert judging == [(16, 16)]
 
@@ -211,6 +222,11 @@ def test_records_tell_weights_apart_as_they_came(weights: Path, two_splits: Path
         ({"options": {"size": 1025}}, "1025 px are too large"),
         ({"options": {"eval_size": 7}}, "7 px are too small"),
         ({"options": {"readers": 0}}, "readers=0"),
+        ({"options": {"devices": 0}}, "devices=0 is too few"),
+        ({"options": {"nodes": -1}}, "nodes=-1 is too few"),
+        ({"options": {"devices": 2}}, "kNN runs in one process"),
+        ({"options": {"mean": (0.5, 0.5)}}, "mean=0.5,0.5 is not three numbers"),
+        ({"options": {"std": (0.5, 0.5, 0.0)}}, "std=0.5,0.5,0.0 is not three positive numbers"),
         ({"temperature": float("nan")}, "temperature"),
         ({"options": {"device": "cuda"}}, "device=cuda is not available"),
         ({"options": {"device": "abacus"}}, "device=abacus is not available"),
@@ -302,3 +318,142 @@ def test_sizes_are_told_on_the_command_line(
     protocol = json.loads(kept.read_text().splitlines()[0])["protocol"]
     assert (protocol["crop_size"], protocol["size"]) == (20, 28)
     assert "28 px (random crops: 20 px)" in outcome.stdout
+
+
+def the_run() -> Path:
+    (run,) = Path("runs/evaluate").iterdir()
+    return run
+
+
+def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Training, "train", lambda *_: pytest.fail("it was trained again"))
+
+
+def test_a_finished_classifier_is_judged_again_without_training(
+    weights: Path, two_splits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    linear = partial(xmoco.evaluate_linear, weights, two_splits, epochs=1)
+    first = linear()
+    name = the_run().name
+    assert name.startswith("xmoco-")
+    assert "both-linear_paper_1_epochs-seed0-" in name
+    settings = yaml.safe_load((the_run() / "config.yaml").read_text())
+    assert (settings["head_rate"], settings["batch"], settings["seed"]) == (60.0, 32, 0)
+    no_training(monkeypatch)
+    ear = Ear()
+    again = linear(listener=ear)
+    assert [record.value for record in again] == [record.value for record in first]
+    assert ear.heard == [
+        f"{the_run()} holds the finished classifier, which is judged without training it again."
+    ]
+    # How it is judged is no matter of training.
+    other, _ = linear(options=EvalOptions(eval_size=24))
+    assert (other.protocol["crop_size"], other.protocol["size"]) == (16, 24)
+    kept = [line["measure"] for line in metrics(the_run()) if "measure" in line]
+    assert kept == ["linear_top1", "linear_top5"] * 3
+
+
+def test_other_settings_are_trained_elsewhere(weights: Path, two_splits: Path) -> None:
+    linear = partial(xmoco.evaluate_linear, weights, two_splits, epochs=1)
+    tune = partial(xmoco.evaluate_finetune, weights, two_splits, epochs=1)
+    for call in (
+        linear,
+        partial(linear, preset="moco"),
+        partial(linear, seed=1),
+        partial(linear, options=EvalOptions(size=12)),
+        partial(linear, options=EvalOptions(precision="bf16")),
+        tune,
+        partial(tune, fraction=0.5),
+    ):
+        before = set(Path("runs/evaluate").glob("*"))
+        call()
+        assert len(set(Path("runs/evaluate").glob("*")) - before) == 1
+    (two_splits / "train" / "class0" / "000.png").unlink()
+    before = set(Path("runs/evaluate").glob("*"))
+    linear()
+    assert len(set(Path("runs/evaluate").glob("*")) - before) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"seed": 1}, "seed was 0 and is 1 now"),
+        ({"preset": "moco"}, r"name was .*paper.* and is .*MoCo"),
+        ({"options": {"size": 12}}, "crop_size was 16 and is 12 now"),
+        ({"options": {"precision": "bf16"}}, "precision was .fp32. and is .bf16. now"),
+    ],
+)
+def test_other_settings_in_the_same_folder_are_refused(
+    weights: Path, two_splits: Path, changes: dict, words: str
+) -> None:
+    given = {"epochs": 1, "out": "run"}
+    xmoco.evaluate_linear(weights, two_splits, **given)
+    with pytest.raises(xmoco.UserError, match=f"run was begun with other settings: {words}"):
+        evaluate(xmoco.evaluate_linear, weights, two_splits, given | changes)
+    with pytest.raises(xmoco.UserError, match="begun with other settings"):
+        xmoco.evaluate_finetune(weights, two_splits, **given)
+    next((two_splits / "train" / "class0").iterdir()).unlink()
+    with pytest.raises(xmoco.UserError, match="run was begun with other settings: "):
+        xmoco.evaluate_linear(weights, two_splits, **given)
+
+
+def test_a_folder_with_something_else_is_refused(weights: Path, two_splits: Path) -> None:
+    outcome = run_cli("evaluate", "linear", weights, two_splits, "--out", two_splits)
+    assert_refused(outcome, "already exists")
+
+
+@pytest.mark.parametrize("command", ["linear", "finetune"])
+def test_an_interrupted_command_goes_on(
+    weights: Path, two_splits: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """It tells the command that goes on, and that command does."""
+    arguments = ("evaluate", command, weights, two_splits, "--epochs", "4", "--device", "cpu")
+    whole = run_cli(*arguments, "--out", "whole")
+    assert whole.status == 0, whole.stderr
+    advance = Training.advance
+
+    def stopping(self: Training, *given: object, **options: object) -> object:
+        if self.step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return advance(self, *given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "advance", stopping)
+        outcome = run_cli(*arguments, "--out", "cut")
+    assert outcome.status == 128 + signal.SIGTERM
+    assert outcome.stderr.count("\n") == 1
+    assert "stopped by SIGTERM after step 2 of " in outcome.stderr
+    offered = shlex.split(outcome.stderr.rpartition("Go on with: ")[2])
+    assert offered == ["xmoco", *map(str, arguments), "--out", "cut"]
+    outcome = run_cli(*offered[1:])
+    assert outcome.status == 0, outcome.stderr
+    assert "going on in cut after step 2 of " in outcome.stderr
+    states = [
+        torch.load(checkpoints(Path(run))[-1], weights_only=True)["task"]
+        for run in ("whole", "cut")
+    ]
+    assert states[0].keys() == states[1].keys()
+    for name, value in states[0].items():
+        assert torch.equal(states[1][name], value), name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--mean", "0.5,0.5"], ["'0.5,0.5' is not three numbers"]),
+        (["--mean", "half,half,half"], ["half"]),
+        (["--std", "0.2,0.2,-1"], ["std=0.2,0.2,-1.0", "positive"]),
+        (["--devices", "0"], ["devices=0"]),
+    ],
+)
+def test_mistakes_on_the_command_line(
+    weights: Path, two_splits: Path, arguments: list[str], words: list[str]
+) -> None:
+    assert_refused(run_cli("evaluate", "linear", weights, two_splits, *arguments), *words)
+    assert not Path("runs").exists()
+
+
+def test_knn_at_another_size_from_the_command_line(weights: Path, two_splits: Path) -> None:
+    outcome = run_cli("evaluate", "knn", weights, two_splits, "--eval-size", "24", "--no-cache")
+    assert outcome.status == 0, outcome.stderr
+    assert "24 px" in outcome.stdout

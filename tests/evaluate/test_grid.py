@@ -36,6 +36,20 @@ def test_finished_points_are_remembered(tmp_path: Path) -> None:
     assert again.best() == (Point(0.2, 0.0), 61.5)
 
 
+def test_the_result_is_remembered(tmp_path: Path) -> None:
+    file = GridFile.open(tmp_path, SETTINGS).add(Point(0.1, 0.0), 50.0)
+    assert GridFile.open(tmp_path, SETTINGS).result is None
+    file.finish(43.5)
+    again = GridFile.open(tmp_path, SETTINGS)
+    assert (again.values, again.result) == ({Point(0.1, 0.0): 50.0}, 43.5)
+
+
+def test_points_have_names_for_their_folders() -> None:
+    names = [str(point) for point in GRIDS["paper"].points]
+    assert len(set(names)) == 110
+    assert str(Point(0.0001, 0.0)) == "rate-0.0001-decay-0"
+
+
 def test_of_equals_the_gentlest_is_best(tmp_path: Path) -> None:
     file = GridFile.open(tmp_path, SETTINGS)
     for point in (Point(0.2, 0.0), Point(0.1, 0.5), Point(0.1, 0.1), Point(0.3, 0.0)):
@@ -71,7 +85,11 @@ VALUE = '{"weights": "abc"}\n{"rate": 1, "weight_decay": 0, "value": "x"}\n'
 
 
 @pytest.mark.parametrize(
-    "content", ["no json\n", "[]\n", '{"weights": "abc"}\n{"rate": 1}\n', VALUE]
+    "content",
+    [
+        *("no json\n", "[]\n", '{"weights": "abc"}\n{"rate": 1}\n', VALUE),
+        *('{"weights": "abc"}\n5\n', '{"weights": "abc"}\n{"result": null}\n'),
+    ],
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "grid.jsonl").write_text(content)

@@ -146,6 +146,27 @@ def test_far_fewer_evaluations_than_iterations_of_scikit_learn(
     assert evaluations < 45 * 20
 
 
+def test_a_fit_tells_whether_it_came_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors, labels = features(300)
+    assert fit(vectors, labels, 4, 1e-4).converged
+    assert all(model.converged for _, model in fit_path(vectors, labels, 4))
+    monkeypatch.setattr(logistic, "ITERATIONS_ALONE", 3)
+    assert not fit(vectors, labels, 4, 1e-4).converged
+    monkeypatch.setattr(logistic, "ITERATIONS", 1)
+    assert not all(model.converged for _, model in fit_path(vectors, labels, 4))
+
+
+def test_a_single_fit_has_more_iterations_than_one_of_a_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(logistic, "ITERATIONS", 5)
+    vectors, labels = features(300)
+    ((_, hurried),) = fit_path(vectors, labels, 4, [1e-4])
+    alone = fit(vectors, labels, 4, 1e-4, start=hurried)
+    assert (hurried.converged, alone.converged) == (False, True)
+    assert objective(alone, vectors, labels, 1e-4) < objective(hurried, vectors, labels, 1e-4)
+
+
 def constant_feature(vectors: Tensor) -> Tensor:
     return vectors.index_fill(1, torch.tensor([0, 3]), 7.0)
 

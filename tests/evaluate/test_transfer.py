@@ -1,8 +1,15 @@
 """Transfer, frozen and end to end: choices, records, interruption, and mistakes."""
 
 import json
+import os
+import random
+import shlex
+import shutil
+import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,13 +19,17 @@ from sklearn.linear_model import LogisticRegression
 
 import xmoco
 from helpers import assert_refused, make_images, run_cli
+from xmoco.data.fingerprint import tensors_digest
 from xmoco.data.transfer_sets import open_transfer_set
-from xmoco.evaluate import transfer
+from xmoco.evaluate import logistic, transfer
+from xmoco.evaluate.classify import Classifier
 from xmoco.evaluate.evaluation import EvalOptions, Evaluation, Listener
 from xmoco.evaluate.grid import GRIDS, Grid
 from xmoco.evaluate.logistic import STRENGTHS
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
+from xmoco.train import loop
+from xmoco.train.loop import Training
 
 CARD = BackboneCard("tiny", "cifar", 16, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), "xmoco", 3, 7)
 PLACE = EvalOptions("cpu", readers=2)
@@ -85,10 +96,11 @@ def test_end_to_end_transfer(weights: Path, images: Path, tmp_path: Path) -> Non
         3,
     )
     assert protocol["name"] == "transfer, end to end (tiny grid)"
-    settings, *points = map(
-        json.loads, (tmp_path / "grid" / "photos" / "grid.jsonl").read_text().splitlines()
-    )
+    folder = tmp_path / "grid" / "photos"
+    settings, *points, result = map(json.loads, (folder / "grid.jsonl").read_text().splitlines())
     assert settings["seed"] == 3
+    assert result == {"result": record.value}
+    assert [path.name for path in folder.iterdir()] == ["grid.jsonl"]  # no checkpoints are left
     assert [point["rate"] for point in points] == [0.01, 0.1]
     best = max(points, key=lambda point: (point["value"], -point["rate"]))
     assert (protocol["head_rate"], protocol["validation"]) == (best["rate"], best["value"])
@@ -130,14 +142,108 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(
             weights, images, out=tmp_path / "cut", listener=StopAfter(1), **options
         )
     trained = []
-    tuned = transfer._tuned
-    monkeypatch.setattr(transfer, "_tuned", lambda *a: trained.append(a[2].head_rate) or tuned(*a))
+    reached = transfer._Search._reached
+    monkeypatch.setattr(
+        transfer._Search, "_reached", lambda *a: trained.append(a[1].rate) or reached(*a)
+    )
     again = xmoco.evaluate_transfer(weights, images, out=tmp_path / "cut", **options)
     assert trained == [0.1, again.protocol["head_rate"]]  # the second point, then the chosen one
     assert again.value == whole.value
     assert again.protocol == whole.protocol
+    once_more = xmoco.evaluate_transfer(weights, images, out=tmp_path / "cut", **options)
+    assert len(trained) == 2  # nothing was left to do
+    assert (once_more.value, once_more.protocol) == (again.value, again.protocol)
     with pytest.raises(xmoco.UserError, match="seed was 0 and is 1 now"):
         xmoco.evaluate_transfer(weights, images, out=tmp_path / "cut", seed=1, **options)
+
+
+def test_a_refit_that_does_not_come_to_its_end_is_told(
+    weights: Path, images: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = []
+    listener = Listener()
+    monkeypatch.setattr(listener, "say", heard.append)
+    xmoco.evaluate_transfer(weights, images, options=PLACE, listener=listener)
+    assert heard == []
+    for module in (logistic, transfer):
+        monkeypatch.setattr(module, "ITERATIONS_ALONE", 1)
+    xmoco.evaluate_transfer(weights, images, options=PLACE, listener=listener)
+    (sentence,) = heard
+    assert "was stopped after 1 iterations" in sentence
+
+
+class Killed(BaseException):
+    """Nothing can be done any more, as after a SIGKILL."""
+
+
+@pytest.mark.usefixtures("tiny_grid")
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_at_random_a_search_comes_to_the_same_end(
+    weights: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """After any step, when a point is noted, and when its folder goes."""
+    chance, judged = random.Random(f"grid {seed}"), {}
+    scores, advance, rmtree = Evaluation.scores, Training.advance, shutil.rmtree
+    options = {"mode": "end-to-end", "grid": "tiny", "options": PLACE}
+
+    def look(self: Evaluation, classifier: Classifier, *arguments: Any, **given: Any) -> Any:
+        state = classifier.state_dict()
+        judged.setdefault(out, []).append(tensors_digest(state))
+        return scores(self, classifier, *arguments, **given)
+
+    monkeypatch.setattr(Evaluation, "scores", look)
+    out = "whole"
+    whole = xmoco.evaluate_transfer(weights, images, out=tmp_path / out, **options)
+
+    def deadly(action: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **given: Any) -> Any:
+            if chance.random() < 0.15:
+                raise Killed
+            return action(*arguments, **given)
+
+        return call
+
+    out, killed, kills = "killed", None, 0
+    with monkeypatch.context() as patch:
+        patch.setattr(loop._SaveClock, "due", lambda *_: chance.random() < 0.4)
+        patch.setattr(Training, "advance", deadly(advance))
+        patch.setattr(transfer.shutil, "rmtree", deadly(rmtree))
+        while killed is None:
+            try:
+                killed = xmoco.evaluate_transfer(weights, images, out=tmp_path / out, **options)
+            except Killed:
+                kills += 1
+    assert kills > 0
+    assert (killed.value, killed.protocol) == (whole.value, whole.protocol)
+    # What was judged twice, as the number was lost, was the same.
+    assert list(dict.fromkeys(judged["killed"])) == judged["whole"]
+    files = [tmp_path / name / "photos" / "grid.jsonl" for name in ("whole", "killed")]
+    assert files[0].read_text() == files[1].read_text()
+    assert [path.name for path in files[1].parent.iterdir()] == ["grid.jsonl"]
+
+
+@pytest.mark.usefixtures("tiny_grid")
+def test_a_signal_in_the_middle_of_a_point(
+    weights: Path, images: Path, in_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["evaluate", "transfer", weights, images, "--mode", "end-to-end", "--grid", "tiny"]
+    advance = Training.advance
+
+    def stopping(self: Training, *given: Any, **options: Any) -> Any:
+        if self.step == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return advance(self, *given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Training, "advance", stopping)
+        outcome = run_cli(*arguments, "--out", "grid", "--device", "cpu")
+    assert outcome.status == 128 + signal.SIGINT
+    assert "stopped by SIGINT after step 2 of 3" in outcome.stderr
+    offered = shlex.split(outcome.stderr.rpartition("Go on with: ")[2])
+    assert (in_tmp / "grid" / "photos" / "rate-0.01-decay-0" / "checkpoints").is_dir()
+    outcome = run_cli(*offered[1:])
+    assert outcome.status == 0, outcome.stderr
+    assert "going on in grid/photos/rate-0.01-decay-0 after step 2 of 3" in outcome.stderr
 
 
 @pytest.mark.usefixtures("tiny_grid")
@@ -146,18 +252,18 @@ def test_the_choice_is_made_on_validation_images_and_tested_once(
 ) -> None:
     parts = open_transfer_set(str(images))
     seen, borders = [], []
-    tuned, scores = transfer._tuned, transfer.class_scores
+    reached, scores = transfer._Search._reached, Evaluation.scores
 
-    def spy(evaluation, images, protocol, train, judged, seed, stage) -> float:
+    def spy(search, point, train, judged, place, stage) -> float:
         seen.append((len(train), len(judged)))
-        return tuned(evaluation, images, protocol, train, judged, seed, stage)
+        return reached(search, point, train, judged, place, stage)
 
-    def look(*arguments, border: bool, **options):
+    def look(*arguments, border: bool):
         borders.append(border)
-        return scores(*arguments, border=border, **options)
+        return scores(*arguments, border=border)
 
-    monkeypatch.setattr(transfer, "_tuned", spy)
-    monkeypatch.setattr(transfer, "class_scores", look)
+    monkeypatch.setattr(transfer._Search, "_reached", spy)
+    monkeypatch.setattr(Evaluation, "scores", look)
     xmoco.evaluate_transfer(
         weights, images, mode="end-to-end", grid="tiny", out=tmp_path / "grid", options=PLACE
     )
@@ -210,7 +316,7 @@ def test_a_chosen_point_that_explodes_in_the_end_is_no_result(
     weights: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter([50.0, 60.0, -1.0])
-    monkeypatch.setattr(transfer, "_tuned", lambda *_: next(answers))
+    monkeypatch.setattr(transfer._Search, "_reached", lambda *_: next(answers))
     with pytest.raises(xmoco.UserError, match=r"rate 0.1, .* diverged"):
         xmoco.evaluate_transfer(
             weights, images, mode="end-to-end", grid="tiny", out=tmp_path / "grid", options=PLACE
@@ -290,7 +396,7 @@ def test_from_the_command_line(weights: Path, images: Path, in_tmp: Path) -> Non
     )
     assert outcome.status == 0, outcome.stderr
     (grid,) = (in_tmp / "runs" / "transfer").glob("xmoco-*-tiny/photos/grid.jsonl")
-    assert len(grid.read_text().splitlines()) == 1 + len(TINY.points)
+    assert len(grid.read_text().splitlines()) == 1 + len(TINY.points) + 1
     records = [json.loads(line) for line in kept.read_text().splitlines()]
     measures = ["transfer_frozen", "transfer_frozen", "transfer_end_to_end"]
     assert [record["measure"] for record in records] == measures
@@ -312,6 +418,8 @@ def test_from_the_command_line(weights: Path, images: Path, in_tmp: Path) -> Non
         (["pets", "--root", "nowhere"], ["nowhere"]),
         (["IMAGES", "--precision", "fp8"], ["fp8"]),
         (["IMAGES", "--size", "2"], ["2 px"]),
+        (["IMAGES", "--devices", "2"], ["frozen transfer runs in one process"]),
+        (["IMAGES", "--mean", "1"], ["'1' is not three numbers"]),
         (["IMAGES", "--seed", "-1"], ["seed=-1"]),
         (["IMAGES", "nowhere"], ["nowhere"]),
         (["IMAGES", "--records", "IMAGES"], ["records cannot be written"]),

@@ -1,28 +1,40 @@
 """Judging weights on labelled images by kNN, linear classification and fine-tuning, as records."""
 
+import hashlib
+import json
 import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from xmoco.data import ImageSet, Unreadable
+from xmoco.data import ImageSet
+from xmoco.data.fingerprint import content_digest
+from xmoco.data.sources import source_name
 from xmoco.data.subset import labelled_share
 from xmoco.errors import UserError, nearest
-from xmoco.evaluate.classify import FINETUNE, LINEAR, EpochProtocol, class_scores, train_classifier
+from xmoco.evaluate.classify import (
+    FINETUNE,
+    LINEAR,
+    EpochProtocol,
+    train_classifier,
+)
 from xmoco.evaluate.evaluation import (
     EvalOptions,
     Evaluation,
     Listener,
     check_seed,
     labelled_splits,
-    source_name,
 )
 from xmoco.evaluate.knn import knn_accuracy, voters
 from xmoco.evaluate.metrics import top_k
 from xmoco.records import Record
+from xmoco.train.engine import on_first
+from xmoco.train.run_folder import RunFolder, plain
 
 
 def evaluate_knn(
@@ -41,6 +53,8 @@ def evaluate_knn(
     """
     if min(ks, default=0) < 1 or not 0 < temperature < math.inf:
         raise UserError("k must be at least 1, and the temperature above 0.")
+    options = options or EvalOptions()
+    options.expect_one_process("kNN")
     evaluation = Evaluation.open(weights, options, listener)
     train, test = labelled_splits(data, evaluation.options)
     bank = evaluation.features(train, "training images")
@@ -95,19 +109,23 @@ def evaluate_linear(
     preset: str = "paper",
     epochs: int | None = None,
     seed: int = 0,
+    out: str | Path | None = None,
     options: EvalOptions | None = None,
     listener: Listener | None = None,
 ) -> list[Record]:
     """Top-1 and top-5 accuracy of a linear classifier on the frozen backbone.
 
     Presets are the paper's settings and MoCo's. Fewer ``epochs`` make a protocol of another name.
+    It is trained in the run folder ``out``, by default one under ``runs/evaluate`` for just these
+    weights and settings: the same call goes on there after an interruption, and finds a finished
+    classifier again.
     """
     if preset not in LINEAR:
         raise UserError(
             f"unknown preset {preset!r}{nearest(preset, LINEAR)}; there are {', '.join(LINEAR)}."
         )
     evaluation = Evaluation.open(weights, options, listener)
-    return _classify("linear", evaluation, data, LINEAR[preset].shortened(epochs), 1.0, seed)
+    return _classify("linear", evaluation, data, LINEAR[preset].shortened(epochs), 1.0, seed, out)
 
 
 def evaluate_finetune(
@@ -117,15 +135,18 @@ def evaluate_finetune(
     fraction: float = 1.0,
     epochs: int | None = None,
     seed: int = 0,
+    out: str | Path | None = None,
     options: EvalOptions | None = None,
     listener: Listener | None = None,
 ) -> list[Record]:
     """Top-1 and top-5 accuracy after fine-tuning end to end on a share of the labels.
 
-    Which images a share holds is a fixed rule: see ``xmoco.data.subset.labelled_share``.
+    Which images a share holds is a fixed rule: see ``xmoco.data.subset.labelled_share``. ``out`` is
+    a run folder as for ``evaluate_linear``.
     """
     evaluation = Evaluation.open(weights, options, listener)
-    return _classify("finetune", evaluation, data, FINETUNE.shortened(epochs), fraction, seed)
+    protocol = FINETUNE.shortened(epochs)
+    return _classify("finetune", evaluation, data, protocol, fraction, seed, out)
 
 
 def _classify(
@@ -135,6 +156,7 @@ def _classify(
     protocol: EpochProtocol,
     fraction: float,
     seed: int,
+    out: str | Path | None,
 ) -> list[Record]:
     check_seed(seed)
     if protocol.epochs < 1:
@@ -146,34 +168,75 @@ def _classify(
         )
     if fraction != 1:
         train = labelled_share(train, fraction)
-    backbone, input, device = evaluation.weights.backbone, evaluation.input, evaluation.device
-    head = train_classifier(
-        backbone, train, protocol, input=input, device=device, bf16=evaluation.bf16, seed=seed,
-        readers=evaluation.options.readers, on_step=evaluation.on_step(protocol.name),
-        on_unreadable=evaluation.tell_of,
-    )  # fmt: skip
-    broken = Unreadable(len(test))
-    scores, labels = class_scores(
-        backbone, head, test, input=input, device=device, bf16=evaluation.bf16,
-        readers=evaluation.options.readers, unreadable=broken,
-        on_progress=evaluation.on_progress("judging"),
-    )  # fmt: skip
-    evaluation.tell_of(broken)
-    return [
-        evaluation.record(
-            f"{measure}_top{k}",
-            top_k(scores, labels, k),
-            train,
-            source_name(data),
-            seed,
-            split="test",
-            judged=test.name,
-            crop_size=input.size,
+    settings = _settings(evaluation, train, protocol, seed)
+    name = f"{evaluation.weights.card.method}-{evaluation.digest}-{source_name(data)}"
+    folder = Path(out) if out is not None else _default_folder(name, settings)
+    classifier = train_classifier(
+        evaluation.weights.backbone,
+        train,
+        protocol,
+        folder,
+        settings,
+        input=evaluation.input,
+        fabric=evaluation.fabric,
+        seed=seed,
+        readers=evaluation.options.readers,
+        command=evaluation.options.command,
+        on_step=evaluation.on_step(protocol.name),
+        say=evaluation.listener.say,
+    )
+    evaluation.tell_of(RunFolder(folder).unreadable())
+
+    def judge() -> list[Record]:
+        scores, labels = evaluation.scores(classifier, test)
+        records = [
+            evaluation.record(
+                f"{measure}_top{k}",
+                top_k(scores, labels, k),
+                train,
+                source_name(data),
+                seed,
+                split="test",
+                judged=test.name,
+                crop_size=evaluation.input.size,
+                **asdict(protocol) | {"batch": protocol.batch_for(len(train))},
+                label_fraction=fraction,
+                train_images=len(train),
+                judged_images=len(test),
+                precision=evaluation.options.precision,
+            )
+            for k in (1, 5)
+        ]
+        for record in records:
+            RunFolder(folder).add_record(record)
+        return records
+
+    return on_first(evaluation.fabric, judge)
+
+
+def _settings(
+    evaluation: Evaluation, train: ImageSet, protocol: EpochProtocol, seed: int
+) -> dict[str, Any]:
+    """All that a classifier depends on, however and wherever it is judged."""
+    readers, on_progress = evaluation.options.readers, evaluation.on_progress("reading images")
+    return plain(
+        {
             **asdict(protocol) | {"batch": protocol.batch_for(len(train))},
-            label_fraction=fraction,
-            train_images=len(train),
-            judged_images=len(test),
-            precision=evaluation.options.precision,
-        )
-        for k in (1, 5)
-    ]
+            "weights": evaluation.digest,
+            "images": on_first(
+                evaluation.fabric, lambda: content_digest(train, readers, on_progress)
+            ),
+            "crop_size": evaluation.input.size,
+            "mean": evaluation.input.mean,
+            "std": evaluation.input.std,
+            "precision": evaluation.options.precision,
+            "seed": seed,
+        }
+    )
+
+
+def _default_folder(name: str, settings: Mapping[str, Any]) -> Path:
+    """Other settings are another folder, so that nobody has to find names."""
+    digest = hashlib.blake2b(json.dumps(settings).encode(), digest_size=4).hexdigest()
+    words = f"{name}-{settings['name']}-seed{settings['seed']}-{digest}"
+    return Path("runs", "evaluate", re.sub(r"[^\w.+-]+", "_", words))

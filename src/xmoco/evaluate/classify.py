@@ -1,37 +1,39 @@
 """Training a classifier on a backbone: linear (the backbone is frozen) or end to end.
 
-A protocol says how long, with which rates and on what course; ``train_classifier`` follows it, and
-``class_scores`` lets the result judge other images.
+A protocol says how long, with which rates and on what course; ``train_classifier`` follows it in
+the loop that pre-training has, and ``class_scores`` lets the result judge other images.
 """
 
 import dataclasses
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
+from lightning_fabric import Fabric
 from torch import Tensor, nn
 
-from xmoco.config import AugmentationConfig, InputConfig
+from xmoco.config import AugmentationConfig, InputConfig, SGDConfig
 from xmoco.data import Batch, Batches, ImageSet, Unreadable, in_order
 from xmoco.data.batches import Progress
 from xmoco.data.views import ViewGroup, central, views_of
 from xmoco.errors import UserError
 from xmoco.nn.backbones import feature_size
+from xmoco.task import Moment, ParamGroup, StepOutput, Task, Values
+from xmoco.train.engine import on_first
+from xmoco.train.loop import Callback, Plan, Training
+from xmoco.train.run_folder import RunFolder, plain
 
 MOMENTUM = 0.9
 HEAD_STD = 0.01
 TEST_BATCH = 256
 CROPS_AND_FLIPS = AugmentationConfig(crop_scale=(0.08, 1.0), jitter=0.0, grey=0.0, blur=0.0)
-PIXELS_AT_ONCE = 256 * 224**2
-"""What a frozen backbone looks at together: MoCo's batch of photographs, or many small ones."""
-MOST_AT_ONCE = 16
-"""Batches."""
 
 OnStep = Callable[[int, int, float | None], None]
 """Told the steps done, their total and the loss, now and then; before the first step, no loss."""
@@ -118,116 +120,220 @@ LINEAR = {
 FINETUNE = EpochProtocol("fine-tune", 256, 0.2, 0.01, 0.0, 20, (12, 16), 0.2, least_steps=20)
 
 
+class Classifier(Task):
+    """A linear head on a backbone, trained on random resized crops and flips.
+
+    The loss is cross entropy or, where an image may be of several classes, the binary one of each
+    class. A frozen backbone stays in eval mode and gets no gradients.
+    """
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        classes: int,
+        protocol: ClassifierProtocol,
+        input: InputConfig,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.title = protocol.name
+        self.protocol = protocol
+        self.crops = ViewGroup(("crop",), CROPS_AND_FLIPS, input)
+        self.backbone = backbone.requires_grad_(not protocol.frozen)
+        torch.manual_seed(seed)
+        self.head = nn.Linear(feature_size(backbone), classes)
+        nn.init.normal_(self.head.weight, std=HEAD_STD)
+        nn.init.zeros_(self.head.bias)
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        self.backbone.train(mode and not self.protocol.frozen)
+        return self
+
+    def param_groups(self) -> list[ParamGroup]:
+        groups = [ParamGroup(list(self.head.parameters()), self.protocol.head_rate)]
+        if not self.protocol.frozen:
+            tuned = list(self.backbone.parameters())
+            groups.append(ParamGroup(tuned, self.protocol.backbone_rate))
+        return groups
+
+    def inputs(self, batch: Batch, moment: Moment) -> Sequence[Tensor]:
+        assert batch.labels is not None
+        crops = views_of(
+            batch.images,
+            batch.sizes,
+            [self.crops],
+            seed=moment.seed,
+            step=moment.step,
+            batch=moment.batch,
+            rows=moment.rows,
+        )
+        return [*crops, _sent(batch.labels, batch.images.device)]
+
+    def forward(
+        self,
+        inputs: Sequence[Tensor],
+        at: Values,  # noqa: ARG002
+        with_metrics: bool = False,  # noqa: ARG002
+    ) -> StepOutput:
+        images, labels = inputs
+        features = self.backbone(images)
+        with torch.autocast(features.device.type, enabled=False):
+            loss = _loss(self.head(features.float()), labels)
+        return StepOutput(loss, {}, {})
+
+
+def _sent(labels: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda":  # only from pinned memory does a copy run beside the host
+        return labels.pin_memory().to(device, non_blocking=True)
+    return labels.to(device)
+
+
+def _loss(scores: Tensor, labels: Tensor) -> Tensor:
+    if labels.ndim == 2:
+        return F.binary_cross_entropy_with_logits(scores, labels.float())
+    return F.cross_entropy(scores, labels)
+
+
 def train_classifier(
     backbone: nn.Module,
     train: ImageSet,
     protocol: ClassifierProtocol,
+    folder: Path,
+    settings: Mapping[str, Any],
     *,
     input: InputConfig,
-    device: torch.device,
-    bf16: bool = False,
+    fabric: Fabric,
     seed: int = 0,
     readers: int = 8,
+    command: str = "the same call",
     on_step: OnStep | None = None,
-    on_unreadable: Callable[[Unreadable], None] | None = None,
-) -> nn.Linear:
-    """The head of a classifier trained on random resized crops and flips of ``train``.
+    say: Callable[[str], None] | None = None,
+) -> Classifier:
+    """A classifier trained as the protocol says, in a run folder as pre-training has one.
 
-    Its loss is cross entropy or, where an image may be of several classes, the binary one of each
-    class. Fine-tuning changes the backbone that is given; a frozen one is checked to be as it was.
-    ``on_unreadable`` is told at the end which images could not
-    be read.
+    The same call goes on where it was interrupted, and finds a finished classifier again;
+    ``settings`` are what must not have changed meanwhile. ``command`` is what a person is told to
+    go on with. Fine-tuning changes the backbone that is given; a frozen one is checked to be as it
+    was. With several processes, each has batch statistics of its own while a backbone is tuned;
+    those of the first are kept.
     """
+    batch = _batch(train, protocol, fabric.world_size)
+    on_first(fabric, lambda: RunFolder.holds(folder, settings))
+    classifier = Classifier(backbone, len(train.classes or ()), protocol, input, seed)
+    before = _copy(backbone) if protocol.frozen else None
+    batches = Batches(
+        train,
+        batch=batch,
+        seed=seed,
+        device=fabric.device,
+        rank=fabric.global_rank,
+        processes=fabric.world_size,
+        readers=readers,
+        known_unreadable=RunFolder(folder).unreadable(),
+    )
+    run = on_first(fabric, lambda: RunFolder.begun(folder, settings))
+    on_first(fabric, run.lock)
+    try:
+        training = Training(
+            _plan(protocol, batch, batches.steps_per_epoch, seed),
+            fabric,
+            classifier,
+            batches,
+            run,
+            identity=plain(settings),
+            resume_command=command,
+        )
+        if training.restore() and say is not None:
+            say(_going_on(training))
+        if not training.finished:
+            _train(training, train, on_step)
+    finally:
+        run.unlock()
+    if before is not None:
+        _check_unchanged(backbone, before)
+    return classifier
+
+
+def _batch(train: ImageSet, protocol: ClassifierProtocol, processes: int) -> int:
+    """Images a step, if these can be trained on at all."""
     if train.labels is None or train.classes is None:
         raise UserError(f"{train.name} has no labels: a classifier needs them.")
     if len(train) < 2:
         raise UserError(f"{train.name} has a single image: a classifier needs at least two.")
     batch = protocol.batch_for(len(train))
-    crops = ViewGroup(("crop",), CROPS_AND_FLIPS, input)
-    backbone.to(device).to(memory_format=torch.channels_last)
-    before = _copy(backbone) if protocol.frozen else None
-    backbone.train(not protocol.frozen)
-    torch.manual_seed(seed)
-    head = nn.Linear(feature_size(backbone), len(train.classes)).to(device)
-    nn.init.normal_(head.weight, std=HEAD_STD)
-    nn.init.zeros_(head.bias)
-    groups = [{"params": list(head.parameters()), "peak": protocol.head_rate}]
-    if not protocol.frozen:
-        groups.append({"params": list(backbone.parameters()), "peak": protocol.backbone_rate})
-    optimizer = torch.optim.SGD(
-        groups, lr=1.0, momentum=MOMENTUM, weight_decay=protocol.weight_decay,
+    if batch % processes:
+        raise UserError(
+            f"{protocol.name} has batches of {batch} images here, which {processes} processes "
+            "cannot share equally: give --devices a number that divides it."
+        )
+    return batch
+
+
+def _plan(protocol: ClassifierProtocol, batch: int, steps_per_epoch: int, seed: int) -> Plan:
+    optim = SGDConfig(
+        learning_rate=1.0,  # of which the rates of head and backbone are multiples
+        sgd_momentum=MOMENTUM,
+        weight_decay=protocol.weight_decay,
         nesterov=protocol.nesterov,
-    )  # fmt: skip
-    batches = Batches(train, batch=batch, seed=seed, device=device, readers=readers)
-    total = protocol.total_steps(batches.steps_per_epoch)
-
-    def see(images: Batch, step: int) -> Tensor:
-        (views,) = views_of(images.images, images.sizes, [crops], seed=seed, step=step, batch=batch)
-        return views
-
-    if on_step is not None:
-        on_step(0, total, None)
-    told = time.monotonic()
-    with closing(batches.from_step(0)) as stream:
-        at_once = _batches_at_once(batch, input.size, device) if protocol.frozen else 1
-        steps = _seen(stream, see, total, at_once, backbone, protocol.frozen, bf16)
-        for step, (features, labels) in enumerate(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * protocol.factor(step / total)
-            loss = _loss(head(features.float()), labels.to(device))
-            optimizer.zero_grad(set_to_none=True)
-            loss.backward()
-            optimizer.step()
-            late = time.monotonic() > told + TELL_AFTER
-            if step % 20 == 19 or step + 1 == total or late:
-                told = time.monotonic()
-                value = float(loss.detach())
-                if not math.isfinite(value):
-                    raise DivergedError(
-                        f"the classifier's loss is no longer a number at step {step + 1}."
-                    )
-                if on_step is not None:
-                    on_step(step + 1, total, value)
-    if before is not None:
-        _check_unchanged(backbone, before)
-    if on_unreadable is not None:
-        on_unreadable(batches.unreadable)
-    return head
+    )
+    return Plan(
+        batch=batch,
+        total_steps=protocol.total_steps(steps_per_epoch),
+        seed=seed,
+        optim=optim,
+        learning_rate=lambda clock: protocol.factor(clock.done),
+    )
 
 
-def _batches_at_once(batch: int, size: int, device: torch.device) -> int:
-    """A frozen backbone can look at several small batches together, which a GPU does sooner."""
-    if device.type == "cpu":
-        return 1
-    return min(MOST_AT_ONCE, max(1, PIXELS_AT_ONCE // (batch * size**2)))
+def _train(training: Training, images: ImageSet, on_step: OnStep | None) -> None:
+    fabric, run = training.fabric, training.run
+    if not fabric.is_global_zero:
+        training.train(Callback())
+        return
+    run.forget_after(training.step)
+    run.write_environment(device=str(fabric.device), processes=fabric.world_size)
+    run.log(
+        f"{training.task.title} on {images.name}: {len(images):,} images, batch "
+        f"{training.plan.batch}, {fabric.world_size} × {fabric.device.type}, from step "
+        f"{training.step} of {training.total_steps}"
+    )
+    with _Told(training, on_step) as callback:
+        training.train(callback)
 
 
-def _seen(
-    stream: Iterator[Batch],
-    see: Callable[[Batch, int], Tensor],
-    total: int,
-    at_once: int,
-    backbone: nn.Module,
-    frozen: bool,
-    bf16: bool,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Features and labels of every step's batch, without gradients if the backbone is frozen."""
-    for first in range(0, total, at_once):
-        steps = range(first, min(first + at_once, total))
-        views, labels = [], []
-        for batch, step in zip(islice(stream, len(steps)), steps, strict=True):
-            views.append(see(batch, step))  # whole images may be many times as large
-            assert batch.labels is not None
-            labels.append(batch.labels)
-        pixels = torch.cat(views).contiguous(memory_format=torch.channels_last)
-        precision = torch.autocast(pixels.device.type, torch.bfloat16, enabled=bf16)
-        with precision, torch.set_grad_enabled(not frozen):
-            features = backbone(pixels)
-        yield from zip(features.chunk(len(steps)), labels, strict=True)
+def _going_on(training: Training) -> str:
+    where, step, total = training.run.path, training.step, training.total_steps
+    if training.finished:
+        return f"{where} holds the finished classifier, which is judged without training it again."
+    return f"going on in {where} after step {step} of {total}."
 
 
-class DivergedError(UserError):
-    """A rate was too high for this backbone and these images."""
+class _Told(Callback):
+    """Writes values into the run folder, and tells how far it is."""
+
+    def __init__(self, training: Training, on_step: OnStep | None) -> None:
+        self.training = training
+        self.listener = on_step
+        self.loss: float | None = None
+
+    def __enter__(self) -> Self:
+        self._tell(self.training.step)
+        return self
+
+    def on_step(self, step: int) -> None:
+        if time.monotonic() > self.told + TELL_AFTER:
+            self._tell(step)
+
+    def on_values(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
+        self.training.run.add_values(step, epoch, values)
+        self.loss = values["loss"]
+        self._tell(step)
+
+    def _tell(self, step: int) -> None:
+        self.told = time.monotonic()
+        if self.listener is not None:
+            self.listener(step, self.training.total_steps, self.loss)
 
 
 @torch.no_grad()
@@ -263,12 +369,6 @@ def class_scores(
             if on_progress is not None:
                 on_progress(sum(map(len, labels)), len(images))
     return torch.cat(scores), torch.cat(labels).to(device)
-
-
-def _loss(scores: Tensor, labels: Tensor) -> Tensor:
-    if labels.ndim == 2:
-        return F.binary_cross_entropy_with_logits(scores, labels.float())
-    return F.cross_entropy(scores, labels)
 
 
 def _copy(module: nn.Module) -> dict[str, Tensor]:

@@ -1,25 +1,29 @@
 """What every evaluation starts from: weights, how to run, labelled images; and its records."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_fabric import Fabric
+from torch import Tensor
 
 from xmoco.config import DataConfig, InputConfig
 from xmoco.data import ImageSet, Unreadable, open_images
 from xmoco.data.fingerprint import tensors_digest
-from xmoco.data.transfer_sets import check_classes, set_name
+from xmoco.data.transfer_sets import check_classes
 from xmoco.errors import UserError
 from xmoco.evaluate.cache import cached_features
-from xmoco.evaluate.classify import OnStep
+from xmoco.evaluate.classify import Classifier, OnStep, class_scores
 from xmoco.evaluate.features import Features
 from xmoco.nn.weights import Weights, load_weights
 from xmoco.records import Record
-from xmoco.train.engine import choose_device
+from xmoco.train.engine import build_fabric
 
+Rgb = tuple[float, float, float]
 SIZES = range(8, 1025)
 
 
@@ -35,16 +39,27 @@ class Listener:
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Where and how an evaluation runs, and where it finds torchvision sets and old features."""
+    """Where and how an evaluation runs, and where it finds torchvision sets and old features.
+
+    Several ``devices`` (processes, each with its own) and ``nodes`` (machines) are for evaluations
+    that train. Of weights from elsewhere, ``mean``, ``std`` and whether they were trained with
+    labels are guessed where not given.
+    """
 
     device: str = "auto"
     precision: str = "fp32"
+    devices: int = 1
+    nodes: int = 1
     readers: int = 8
     root: str = "data"
     download: bool = False
     size: int | None = None  # of crops and central views; those of the weights if not given
     eval_size: int | None = None  # of central views, if not that of crops
     cache: str | Path | None = None  # where features are kept; nowhere if not given
+    mean: Rgb | None = None
+    std: Rgb | None = None
+    labelled: bool | None = None
+    command: str = "the same call"  # with which an interrupted evaluation goes on
 
     def __post_init__(self) -> None:
         if self.precision not in ("fp32", "bf16"):
@@ -55,13 +70,33 @@ class EvalOptions:
                     f"images of {size} px are too {'small' if size < 8 else 'large'}: give "
                     f"a whole number from {SIZES[0]} to {SIZES[-1]}."
                 )
-        if self.readers < 1:
-            raise UserError(f"readers={self.readers} is too few: give at least 1.")
+        for name in ("devices", "nodes", "readers"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} is too few: give at least 1.")
+        for name, colour in (("mean", self.mean), ("std", self.std)):
+            if colour is not None and not _is_colour(colour, positive=name == "std"):
+                positive = "positive " if name == "std" else ""
+                raise UserError(
+                    f"{name}={','.join(map(str, colour))} is not three {positive}numbers, one for "
+                    "each of red, green and blue."
+                )
         if isinstance(self.cache, str):
             object.__setattr__(self, "cache", Path(self.cache))
 
-    def torch_device(self) -> torch.device:
-        return torch.device(choose_device(self.device))
+    def expect_one_process(self, what: str) -> None:
+        if self.devices * self.nodes > 1:
+            raise UserError(f"{what} runs in one process: leave out devices and nodes.")
+
+    def fabric(self) -> Fabric:
+        """All processes are there from now on, each running the same program."""
+        fabric = build_fabric(self)
+        fabric.launch()
+        return fabric
+
+
+def _is_colour(numbers: Rgb, positive: bool) -> bool:
+    least = 0.0 if positive else -math.inf
+    return len(numbers) == 3 and all(least < number < math.inf for number in numbers)
 
 
 @dataclass(frozen=True)
@@ -71,8 +106,8 @@ class Evaluation:
     weights: Weights
     digest: str  # tells these weights from others, as they were before any tuning
     options: EvalOptions
-    device: torch.device
-    listener: Listener
+    fabric: Fabric
+    listener: Listener  # on the first process; others keep silent
     unreadable: set[str] = field(default_factory=set)  # images of which was told
 
     @classmethod
@@ -83,11 +118,16 @@ class Evaluation:
         listener: Listener | None = None,
     ) -> "Evaluation":
         options = options or EvalOptions()
-        device = options.torch_device()
+        fabric = options.fabric()
         loaded = load_weights(weights)
         digest = tensors_digest(loaded.backbone.state_dict())[:12]
-        loaded.backbone.to(device)
-        return cls(loaded, digest, options, device, listener or Listener())
+        loaded.backbone.to(fabric.device)
+        heard = listener if fabric.is_global_zero else None
+        return cls(loaded, digest, options, fabric, heard or Listener())
+
+    @property
+    def device(self) -> torch.device:
+        return self.fabric.device
 
     @property
     def input(self) -> InputConfig:
@@ -124,7 +164,27 @@ class Evaluation:
             )
         return features
 
-    def tell_of(self, unreadable: Unreadable) -> None:
+    def scores(
+        self, classifier: Classifier, images: ImageSet, border: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """What a classifier makes of the central views, and the labels."""
+        broken = Unreadable(len(images))
+        found = class_scores(
+            classifier.backbone,
+            classifier.head,
+            images,
+            input=self.input,
+            device=self.device,
+            bf16=self.bf16,
+            readers=self.options.readers,
+            border=border,
+            unreadable=broken,
+            on_progress=self.on_progress("judging"),
+        )
+        self.tell_of(broken)
+        return found
+
+    def tell_of(self, unreadable: Iterable[tuple[str, str]]) -> None:
         """Say which images could not be read, of each once."""
         for where, why in unreadable:
             if where not in self.unreadable:
@@ -151,7 +211,7 @@ class Evaluation:
         """``work`` names the images; weights of one architecture compare on them."""
         card, report = self.weights.card, self.weights.report
         # Our own are told by subject, work and epoch; of others, what became of the file matters.
-        foreign = report.layout != "xmoco"
+        foreign = report.format != "xmoco"
         return Record(
             measure=measure,
             value=value,
@@ -166,6 +226,7 @@ class Evaluation:
                 "size": self.input.central_size,
                 "epoch": card.epochs,
                 **protocol,
+                **({"processes": processes} if (processes := self.fabric.world_size) > 1 else {}),
             },
             seed=card.seed if seed is None else seed,
         )
@@ -198,10 +259,3 @@ def labelled_splits(data: str | Path, options: EvalOptions) -> tuple[ImageSet, I
     if test is not None:
         check_classes([train, test])
     return train, test
-
-
-def source_name(data: str | Path) -> str:
-    """A short name of the images for records: that of the folder, archive or torchvision set."""
-    if str(data).startswith("torchvision:"):
-        return str(data).removeprefix("torchvision:").lower()
-    return set_name(Path(data)).lower()

@@ -1,7 +1,8 @@
 """Grids of rates and weight decays, searched point by point, with a file that remembers.
 
-Each finished point is a line of ``grid.jsonl``; the first line holds the settings. A search that
-was interrupted goes on where it stopped, but only with the settings it began with.
+Each finished point is a line of ``grid.jsonl``; the first line holds the settings, and one more
+what the chosen point reached in the end. A search that was interrupted goes on where it stopped,
+but only with the settings it began with.
 """
 
 import json
@@ -15,11 +16,15 @@ import numpy as np
 from xmoco.errors import UserError
 from xmoco.evaluate.classify import CosineProtocol
 from xmoco.files import write_whole
+from xmoco.train.run_folder import plain, refuse_other_settings
 
 
 class Point(NamedTuple):
     rate: float
     weight_decay: float
+
+    def __str__(self) -> str:
+        return f"rate-{self.rate:g}-decay-{self.weight_decay:g}"
 
 
 @dataclass(frozen=True)
@@ -62,36 +67,43 @@ class GridFile:
 
     path: Path
     values: dict[Point, float] = field(default_factory=dict)
+    result: float | None = None  # of the best point, on the test images
 
     @classmethod
     def open(cls, folder: Path, settings: dict[str, Any]) -> "GridFile":
         """A new file, or that of an interrupted search with the same settings."""
         file = cls(folder / "grid.jsonl")
-        settings = json.loads(json.dumps(settings))  # as they are read back
         folder.mkdir(parents=True, exist_ok=True)
         lines = file._whole_lines()
         if not lines:
-            file._append(settings)
+            file._append(plain(settings))
             return file
         try:
-            begun, *points = map(json.loads, lines)
-            both = begun | settings
-            changed = [name for name in both if begun.get(name) != settings.get(name)]
-            file.values = {Point(p["rate"], p["weight_decay"]): float(p["value"]) for p in points}
-        except (ValueError, LookupError, TypeError, AttributeError):
+            begun, *entries = map(json.loads, lines)
+            for entry in entries:
+                file._take(entry)
+            before = {**begun}
+        except (ValueError, LookupError, TypeError):
             raise UserError(f"{file.path} is damaged: remove it to begin the grid anew.") from None
-        if changed:
-            name = changed[0]
-            raise UserError(
-                f"{file.path} was begun with other settings: {name} was {_short(begun.get(name))} "
-                f"and is {_short(settings.get(name))} now. Go on as it was begun, or give another "
-                "folder with --out."
-            )
+        refuse_other_settings(file.path, before, settings)
         return file
 
-    def add(self, point: Point, value: float) -> None:
+    def _take(self, entry: dict[str, Any]) -> None:
+        if "result" in entry:
+            self.result = float(entry["result"])
+        else:
+            self.values[Point(entry["rate"], entry["weight_decay"])] = float(entry["value"])
+
+    def add(self, point: Point, value: float) -> "GridFile":
         self.values[point] = value
         self._append({**point._asdict(), "value": value})
+        return self
+
+    def finish(self, result: float) -> "GridFile":
+        """What the best point reached on the test images."""
+        self.result = result
+        self._append({"result": result})
+        return self
 
     def best(self) -> tuple[Point, float]:
         """Of equals the one with the lowest rate, then weight decay."""
@@ -112,8 +124,3 @@ class GridFile:
             file.write(json.dumps(content) + "\n")
             file.flush()
             os.fsync(file.fileno())
-
-
-def _short(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -32,6 +32,8 @@ STRENGTHS = tuple(10 ** (-6 + 11 * step / 44) for step in range(45))
 # Here the gradient is the one in the stretched coordinates, whatever the unit of the features.
 TOLERANCE = 1e-4
 ITERATIONS = 100
+# A single fit may begin far from its minimum, and is the one that is judged.
+ITERATIONS_ALONE = 1000
 # Axes along which the features vary less than this part of the largest variance are rounding.
 LEAST_VARIANCE = 1e-11
 # A class that is told apart perfectly has no curvature left to divide by.
@@ -47,6 +49,7 @@ class LinearModel:
 
     weight: Tensor  # (classes, dimensions)
     bias: Tensor  # (classes,)
+    converged: bool = True  # whether the fit came to its end before the iterations did
 
     def scores(self, vectors: Tensor) -> Tensor:
         return F.linear(vectors.to(self.weight), self.weight, self.bias)
@@ -67,7 +70,7 @@ def fit(
     """
     problem, whitened = _pose(vectors, labels, classes)
     begin = whitened.zeros(classes) if start is None else whitened.coefficients(start)
-    return whitened.model(_minimise(problem, whitened.penalty(strength), begin))
+    return whitened.model(*_minimise(problem, whitened.penalty(strength), begin, ITERATIONS_ALONE))
 
 
 def fit_path(
@@ -79,9 +82,9 @@ def fit_path(
     before = last = (math.inf, whitened.zeros(classes))
     for strength in sorted(set(strengths), reverse=True):
         begin = _extrapolate(before, last, strength)
-        found = _minimise(problem, whitened.penalty(strength), begin)
+        found, converged = _minimise(problem, whitened.penalty(strength), begin, ITERATIONS)
         before, last = last, (strength, found)
-        yield strength, whitened.model(found)
+        yield strength, whitened.model(found, converged)
 
 
 def _extrapolate(
@@ -117,11 +120,11 @@ class _Whitened:
         parts = [weight @ self.axes * self.spread, (bias + weight @ self.mean)[:, None]]
         return torch.cat(parts, dim=1).to(self.coordinates)
 
-    def model(self, coefficients: Tensor) -> LinearModel:
+    def model(self, coefficients: Tensor, converged: bool) -> LinearModel:
         coefficients = coefficients.to(self.axes)
         weight = (coefficients[:, :-1] / self.spread) @ self.axes.T
         bias = coefficients[:, -1] - weight @ self.mean
-        return LinearModel(weight.to(self.coordinates), bias.to(self.coordinates))
+        return LinearModel(weight.to(self.coordinates), bias.to(self.coordinates), converged)
 
     def penalty(self, strength: float) -> Tensor:
         """(axes + 1,): the strength on each coefficient, for the mean loss."""
@@ -219,23 +222,29 @@ class _Problem:
         return curvature.clamp(min=LEAST_CURVATURE)
 
 
-def _minimise(problem: _Problem, penalty: Tensor, found: Tensor) -> Tensor:
-    """The coefficients (classes, axes + 1) of least mean loss, by L-BFGS from those ``found``."""
-    left = ITERATIONS
-    curvature, settled = problem.curvature(found), False
-    while left > 0 and not settled:
+def _minimise(
+    problem: _Problem, penalty: Tensor, found: Tensor, iterations: int
+) -> tuple[Tensor, bool]:
+    """The coefficients (classes, axes + 1) of least mean loss, by L-BFGS from those ``found``.
+
+    And whether there were iterations enough to reach them.
+    """
+    left, converged = iterations, False
+    curvature = problem.curvature(found)
+    while left > 0 and not converged:
         found, used = _descend(problem, penalty, found, curvature, left)
         left -= used
         # Far from the start the test of convergence was made with a curvature much too high.
         assumed, curvature = curvature, problem.curvature(found)
-        settled = bool((2 * curvature > assumed).all())
-    return found
+        converged = left > 0 and bool((2 * curvature > assumed).all())
+    return found, converged
 
 
 def _descend(
     problem: _Problem, penalty: Tensor, start: Tensor, curvature: Tensor, iterations: int
 ) -> tuple[Tensor, int]:
-    """L-BFGS on stretched coefficients; returns coefficients and the iterations it took."""
+    """L-BFGS on stretched coefficients; returns coefficients and the iterations it took, which are
+    all only where it did not converge."""
     samples = problem.coordinates.shape[1]
     stretch = (curvature + penalty).rsqrt()
     decay = penalty * stretch.square()  # the penalty on stretched coefficients, from 0 to 1
@@ -250,6 +259,7 @@ def _descend(
     optimiser = torch.optim.LBFGS(
         [stretched],
         max_iter=iterations,
+        max_eval=100 * iterations,  # lest they be the limit, and say nothing
         history_size=10,
         tolerance_grad=TOLERANCE,
         tolerance_change=TOLERANCE**2,

@@ -8,7 +8,9 @@ again on training and validation images together, and judged on the test images 
 import copy
 import dataclasses
 import re
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,13 +21,16 @@ from xmoco.data.batches import preload
 from xmoco.data.fingerprint import content_digest
 from xmoco.data.transfer_sets import Metric, TransferSet, open_transfer_set
 from xmoco.errors import UserError, nearest
-from xmoco.evaluate.classify import CosineProtocol, DivergedError, class_scores, train_classifier
+from xmoco.evaluate.classify import train_classifier
 from xmoco.evaluate.evaluation import EvalOptions, Evaluation, Listener, check_seed
 from xmoco.evaluate.features import Features
-from xmoco.evaluate.grid import GRIDS, Grid, GridFile
-from xmoco.evaluate.logistic import STRENGTHS, fit, fit_path
+from xmoco.evaluate.grid import GRIDS, Grid, GridFile, Point
+from xmoco.evaluate.logistic import ITERATIONS_ALONE, STRENGTHS, fit, fit_path
 from xmoco.evaluate.metrics import eleven_point_map, mean_per_class, top_k
 from xmoco.records import Record
+from xmoco.train.engine import on_first
+from xmoco.train.loop import DivergedError
+from xmoco.train.run_folder import RunFolder
 
 MODES = ("frozen", "end-to-end")
 
@@ -52,7 +57,8 @@ def evaluate_transfer(
 
     ``data`` is one of the paper's ten sets by name (``xmoco.data.transfer_sets.TRANSFER_SETS``) or
     labelled images of one's own. ``grid`` and ``out`` concern the end-to-end mode: finished points
-    are kept in the folder ``out``, where the same call goes on after an interruption.
+    are kept in the folder ``out``, where the same call goes on after an interruption, also in the
+    middle of a point.
     """
     for kind, asked, known in (("mode", mode, MODES), ("grid", grid, GRIDS)):
         if asked not in known:
@@ -61,6 +67,8 @@ def evaluate_transfer(
             )
     check_seed(seed)
     options = options or EvalOptions()
+    if mode == "frozen":
+        options.expect_one_process("frozen transfer")
     if not isinstance(data, TransferSet):
         # Of a path the leading ./ is lost, which tells it from one of the paper's sets.
         source = f"./{data}" if isinstance(data, Path) and not data.is_absolute() else str(data)
@@ -97,6 +105,11 @@ def _frozen(evaluation: Evaluation, images: TransferSet) -> Record:
     vectors = torch.cat([train.vectors, validation.vectors])
     labels = torch.cat([train.labels, validation.labels])
     model = fit(vectors, labels, classes, chosen, start)
+    if not model.converged:
+        evaluation.listener.say(
+            f"the logistic regression of the strength chosen, {chosen:.2g}, was stopped after "
+            f"{ITERATIONS_ALONE:,} iterations: with more, the accuracy may be another."
+        )
     return _record(
         evaluation,
         images,
@@ -124,62 +137,51 @@ def _on_device(features: Features, device: torch.device) -> _Labelled:
 def _end_to_end(
     evaluation: Evaluation, images: TransferSet, grid: Grid, seed: int, folder: Path
 ) -> Record:
-    size, crop_size = evaluation.input.central_size, evaluation.input.size
-    file = GridFile.open(
-        folder,
-        {
-            "weights": evaluation.digest,
-            "set": images.name,
-            "metric": images.metric,
-            "images": [
-                content_digest(
-                    part, evaluation.options.readers, evaluation.on_progress("reading images")
-                )
-                for part in (images.train, images.validation, images.test)
-            ],
-            **dataclasses.asdict(grid),
-            "seed": seed,
-            "size": size,
-            **({} if crop_size == size else {"crop_size": crop_size}),
-            "precision": evaluation.options.precision,
-        },
-    )
-    train, validation = _kept(evaluation, images.train), _kept(evaluation, images.validation)
-    for number, point in enumerate(grid.points, start=1):
-        if point not in file.values:
-            stage = f"grid point {number} of {len(grid.points)}"
-            file.add(
-                point,
-                _tuned(evaluation, images, grid.protocol(point), train, validation, seed, stage),
-            )
-        best, value = file.best()
-        note = f"best {value:.2f} % (rate {best.rate:.2g}, decay {best.weight_decay:.2g})"
-        evaluation.listener.progress("grid", number, len(grid.points), note)
+    settings = on_first(evaluation.fabric, lambda: _settings(evaluation, images, grid, seed))
+    # Everywhere the file is as the first process, which alone writes it, has left it.
+    file = on_first(evaluation.fabric, lambda: GridFile.open(folder, settings))
+    search = _Search(evaluation, images, grid, seed, settings, folder)
+    file = search.finish(search.try_points(file))
+    assert file.result is not None
     chosen, value = file.best()
-    if value < 0:
-        raise UserError(f"no point of the grid {grid.name} could be trained on {images.name}.")
-    protocol = grid.protocol(chosen)
-    both, test = _kept(evaluation, images.train_and_validation), _kept(evaluation, images.test)
-    result = _tuned(evaluation, images, protocol, both, test, seed, "the point chosen")
-    if result < 0:
-        raise UserError(
-            f"the point chosen on {images.name} (rate {chosen.rate:.2g}, weight decay "
-            f"{chosen.weight_decay:.2g}) diverged when trained on all images: try another --seed."
-        )
+    protocol, images_learned = grid.protocol(chosen), len(images.train_and_validation)
     return _record(
         evaluation,
         images,
         "transfer_end_to_end",
-        result,
+        file.result,
         seed,
-        crop_size=crop_size,
-        **dataclasses.asdict(protocol) | {"batch": protocol.batch_for(len(both))},
+        crop_size=evaluation.input.size,
+        **dataclasses.asdict(protocol) | {"batch": protocol.batch_for(images_learned)},
         grid=grid.name,
         rates=len(grid.rates),
         weight_decays=len(grid.weight_decays),
         validation=value,
         precision=evaluation.options.precision,
     )
+
+
+def _settings(
+    evaluation: Evaluation, images: TransferSet, grid: Grid, seed: int
+) -> dict[str, object]:
+    """All that a search depends on."""
+    options, on_progress = evaluation.options, evaluation.on_progress("reading images")
+    size, crop_size = evaluation.input.central_size, evaluation.input.size
+    return {
+        "weights": evaluation.digest,
+        "set": images.name,
+        "metric": images.metric,
+        "images": [
+            content_digest(part, options.readers, on_progress)
+            for part in (images.train, images.validation, images.test)
+        ],
+        **dataclasses.asdict(grid),
+        "seed": seed,
+        "size": size,
+        **({} if crop_size == size else {"crop_size": crop_size}),
+        **{name: given for name in ("mean", "std") if (given := getattr(options, name))},
+        "precision": options.precision,
+    }
 
 
 def _kept(evaluation: Evaluation, images: ImageSet) -> ImageSet:
@@ -196,37 +198,92 @@ def _kept(evaluation: Evaluation, images: ImageSet) -> ImageSet:
     return kept
 
 
-def _tuned(
-    evaluation: Evaluation,
-    images: TransferSet,
-    protocol: CosineProtocol,
-    train: ImageSet,
-    judged: ImageSet,
-    seed: int,
-    stage: str,
-) -> float:
-    """What a copy of the backbone reaches on ``judged`` after training; -1 if its loss exploded."""
-    backbone = copy.deepcopy(evaluation.weights.backbone)
-    input, device, bf16, readers = (
-        evaluation.input,
-        evaluation.device,
-        evaluation.bf16,
-        evaluation.options.readers,
-    )
-    try:
-        head = train_classifier(
-            backbone, train, protocol, input=input, device=device, bf16=bf16, seed=seed,
-            readers=readers, on_step=evaluation.on_step(stage),
-        )  # fmt: skip
-    except DivergedError:
-        return -1.0
-    broken = Unreadable(len(judged))
-    scores, labels = class_scores(
-        backbone, head, judged, input=input, device=device, bf16=bf16, readers=readers,
-        border=False, unreadable=broken, on_progress=evaluation.on_progress("judging"),
-    )  # fmt: skip
-    evaluation.tell_of(broken)
-    return METRICS[images.metric](scores, labels)
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """A search over a grid. Every point is trained in a folder of its own until it is done."""
+
+    evaluation: Evaluation
+    images: TransferSet
+    grid: Grid
+    seed: int
+    settings: dict[str, object]
+    folder: Path
+
+    def try_points(self, file: GridFile) -> GridFile:
+        """Those that are not done yet, each judged on the validation images."""
+        evaluation, points = self.evaluation, self.grid.points
+        train = _kept(evaluation, self.images.train)
+        validation = _kept(evaluation, self.images.validation)
+        for number, point in enumerate(points, start=1):
+            place = self.folder / str(point)
+            if point not in file.values:
+                stage = f"grid point {number} of {len(points)}"
+                value = self._reached(point, train, validation, place, stage)
+                file = on_first(evaluation.fabric, partial(file.add, point, value))
+            self._remove(place)
+            best, value = file.best()
+            note = f"best {value:.2f} % (rate {best.rate:.2g}, decay {best.weight_decay:.2g})"
+            evaluation.listener.progress("grid", number, len(points), note)
+        return file
+
+    def finish(self, file: GridFile) -> GridFile:
+        """The best point, trained on training and validation images and judged on the test's."""
+        evaluation, images = self.evaluation, self.images
+        chosen, value = file.best()
+        if value < 0:
+            raise UserError(
+                f"no point of the grid {self.grid.name} could be trained on {images.name}."
+            )
+        place = self.folder / f"chosen-{chosen}"
+        if file.result is None:
+            both = _kept(evaluation, images.train_and_validation)
+            test = _kept(evaluation, images.test)
+            result = self._reached(chosen, both, test, place, "the point chosen")
+            if result < 0:
+                self._remove(place)
+                raise UserError(
+                    f"the point chosen on {images.name} (rate {chosen.rate:.2g}, weight decay "
+                    f"{chosen.weight_decay:.2g}) diverged when trained on all images: try another "
+                    "--seed."
+                )
+            file = on_first(evaluation.fabric, partial(file.finish, result))
+        self._remove(place)
+        return file
+
+    def _remove(self, place: Path) -> None:
+        """What is noted in the file needs its checkpoints no more."""
+        on_first(self.evaluation.fabric, lambda: shutil.rmtree(place, ignore_errors=True))
+
+    def _reached(
+        self, point: Point, train: ImageSet, judged: ImageSet, place: Path, stage: str
+    ) -> float:
+        """What a copy of the backbone reaches on ``judged`` after training; -1 if its loss
+        exploded."""
+        evaluation, protocol = self.evaluation, self.grid.protocol(point)
+        try:
+            classifier = train_classifier(
+                copy.deepcopy(evaluation.weights.backbone),
+                train,
+                protocol,
+                place,
+                self.settings | dataclasses.asdict(protocol),
+                input=evaluation.input,
+                fabric=evaluation.fabric,
+                seed=self.seed,
+                readers=evaluation.options.readers,
+                command=evaluation.options.command,
+                on_step=evaluation.on_step(stage),
+                say=evaluation.listener.say,
+            )
+        except DivergedError:
+            return -1.0
+        evaluation.tell_of(RunFolder(place).unreadable())
+
+        def judge() -> float:
+            scores, labels = evaluation.scores(classifier, judged, border=False)
+            return METRICS[self.images.metric](scores, labels)
+
+        return on_first(evaluation.fabric, judge)
 
 
 def _record(
