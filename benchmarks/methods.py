@@ -4,10 +4,10 @@
     python benchmarks/methods.py --only byol swav
 
 Every method trains by the ``demo`` recipe on the embedded patterns, with settings of its own where
-the recipe's are for others: under two minutes on two idle cores each. It shows that a method learns, not
-which one is best: none was tuned. The last kNN accuracy of each, and that of the backbone before
-training, become records in benchmarks/results/methods.jsonl; a method that is there already, with
-the same settings, is not trained again.
+the recipe's are for others: under two minutes each, where two cores have nothing else to do. It
+shows that a method learns, not which one is best: none was tuned. The last kNN accuracy of each,
+and that of the backbone before training, become records in benchmarks/results/methods.jsonl; a
+method that is there already, with the same settings, is not trained again.
 """
 
 import argparse
@@ -29,8 +29,8 @@ SETTINGS = {
     "simclr": "temperature=0.5",
     # A predictor as wide as the head, and a momentum encoder that keeps up with 560 steps.
     "byol": "predictor_hidden=256 key_momentum=0.9 key_momentum_end=1.0",
-    # Ten for every family of patterns. A batch of 64 cannot be balanced over these: a queue of eight
-    # batches takes part from the start, and codes are sharper than for large batches.
+    # Ten for every family of patterns. A batch of 64 cannot be balanced over these: eight more take
+    # part from the start, and codes are sharper than for large batches.
     "swav": "prototypes=100 freeze_prototypes_epochs=0.2 queue_length=512 queue_from_epoch=0 "
     "epsilon=0.03",
 }
