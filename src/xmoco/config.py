@@ -6,14 +6,18 @@ Every field's description is what ``xmoco settings`` prints, so it is written fo
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     field_validator,
 )
+
+from xmoco.nn.architectures import BACKBONES, check_backbone, check_stem
 
 
 def _or_else(wanted: str) -> WrapValidator:
@@ -150,23 +154,19 @@ class WeakAugmentationConfig(AugmentationConfig):
     blur: Probability = Field(0.0, description="Chance of Gaussian blur.")
 
 
-Backbone = Literal[
-    "tiny",
-    "resnet18",
-    "resnet34",
-    "resnet50",
-    "resnet101",
-    "resnet152",
-    "resnet50w2",
-    "resnet50w4",
-]
+Backbone = Annotated[str, AfterValidator(check_backbone)]
 
 
 class ModelConfig(Section):
-    backbone: Backbone = Field("resnet50", description="The network that is kept after training.")
+    backbone: Backbone = Field(
+        "resnet50",
+        description=f"The network that is kept after training: {', '.join(BACKBONES)}, or "
+        "`timm:NAME`, any model of timm.",
+    )
     stem: Literal["imagenet", "cifar"] = Field(
         "imagenet",
-        description="`imagenet`: 7×7 stride 2 and pooling; `cifar`: 3×3, for small images.",
+        description="`imagenet`: 7×7 stride 2 and pooling; `cifar`: 3×3, for small images. Models "
+        "of timm have their own, and leave it at `imagenet`.",
     )
     head_layers: int = Field(4, ge=2, le=5, description="Layers of the projection head.")
     head_hidden: int = Field(2048, ge=1, description="Width of the head's hidden layers.")
@@ -178,6 +178,11 @@ class ModelConfig(Section):
         "statistics (CUDA), `plain` does nothing; `auto`: split in one process, shuffled in many.",
     )
     batch_norm_groups: int = Field(8, ge=2, description="Groups of `split` batch norm.")
+
+    @field_validator("stem")
+    @classmethod
+    def _suits_the_backbone(cls, stem: str, settings: ValidationInfo) -> str:
+        return check_stem(settings.data.get("backbone", ""), stem)
 
 
 class MomentumEncoderConfig(Section):

@@ -1,19 +1,25 @@
-"""Backbone files: there and back, into torchvision by hand, and every way they can be wrong."""
+"""Backbone files: there and back, of unfinished runs, into torchvision by hand, and every way they
+can be wrong."""
 
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torchvision.models
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import nn
 from torch.testing import assert_close
 
+from xmoco.config import Config
 from xmoco.errors import UserError
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import BackboneCard, load_backbone, read_card, save_backbone
+from xmoco.nn.weights import BackboneCard, load_backbone, load_weights, read_card, save_backbone
+from xmoco.settings import config_yaml, load_config
+from xmoco.train.checkpoints import Checkpoints
 
 CARD = BackboneCard(
     backbone="tiny",
@@ -50,12 +56,12 @@ def test_round_trip_of_weights_statistics_and_card(tmp_path: Path) -> None:
 def test_the_size_to_be_judged_at(tmp_path: Path) -> None:
     path = tmp_path / "backbone.safetensors"
     save_backbone(build_backbone("tiny", "cifar"), replace(CARD, eval_size=40), path)
-    views = read_card(path)[0].views()
-    assert (views.size, views.central_size) == (32, 40)
-    views = read_card(path)[0].views(64)
-    assert (views.size, views.central_size) == (64, 64)
-    views = read_card(path)[0].views(eval_size=48)
-    assert (views.size, views.central_size) == (32, 48)
+    input = read_card(path)[0].input()
+    assert (input.size, input.central_size) == (32, 40)
+    input = read_card(path)[0].input(64)
+    assert (input.size, input.central_size) == (64, 64)
+    input = read_card(path)[0].input(eval_size=48)
+    assert (input.size, input.central_size) == (32, 48)
 
 
 def test_a_card_that_names_no_size_to_be_judged_at(tmp_path: Path) -> None:
@@ -63,8 +69,8 @@ def test_a_card_that_names_no_size_to_be_judged_at(tmp_path: Path) -> None:
     save_backbone(build_backbone("tiny", "cifar"), CARD, path)
     with safe_open(path, framework="pt") as file:
         assert "eval_size" not in file.metadata()["xmoco"]  # as before there was such a thing
-    views = read_card(path)[0].views()
-    assert (views.size, views.central_size) == (32, 32)
+    input = read_card(path)[0].input()
+    assert (input.size, input.central_size) == (32, 32)
 
 
 def test_loads_into_torchvision_by_hand(tmp_path: Path) -> None:
@@ -82,10 +88,86 @@ def test_missing_weights(tmp_path: Path) -> None:
             load_backbone(where)
 
 
-def test_unfinished_run(tmp_path: Path) -> None:
+def test_a_run_that_has_not_saved_anything(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("train: {}\n")
-    with pytest.raises(UserError, match=r"no weights yet.*--resume"):
+    with pytest.raises(UserError, match=r"no weights yet, nor a checkpoint.*--resume"):
         load_backbone(tmp_path)
+
+
+def checkpoint(config: Config, backbone: nn.Module, epoch: float) -> dict[str, Any]:
+    """What a run saves of itself, as far as weights are concerned."""
+    state = {f"encoder.backbone.{k}": v for k, v in backbone.state_dict().items()}
+    other = {f"momentum_encoder.backbone.{k}": -v for k, v in backbone.state_dict().items()}
+    return {
+        "identity": {"settings": config.model_dump(mode="json", exclude={"run"}), "images": "8"},
+        "task": state | other | {"encoder.head.0.weight": torch.zeros(2)},
+        "optimizer": {},
+        "epoch": epoch,
+    }
+
+
+@pytest.fixture
+def unfinished(tmp_path: Path) -> tuple[Path, nn.Module]:
+    config = load_config("demo", ["epochs=9", "eval_size=40", "seed=3"])
+    (tmp_path / "config.yaml").write_text(config_yaml(config))
+    backbone, saved = build_backbone("tiny", "cifar"), Checkpoints(tmp_path / "checkpoints")
+    saved.save(4, checkpoint(config, build_backbone("tiny", "cifar"), 0.5))
+    saved.save(20, checkpoint(config, backbone, 2.5))
+    return tmp_path, backbone.eval()
+
+
+def test_unfinished_runs_are_read_from_their_last_checkpoint(
+    unfinished: tuple[Path, nn.Module],
+) -> None:
+    run, backbone = unfinished
+    last = run / "checkpoints" / "step-000000020.ckpt"
+    images = torch.randn(2, 3, 32, 32)
+    for weights in (run, last):
+        loaded = load_weights(weights)
+        assert not loaded.backbone.training
+        with torch.no_grad():
+            assert torch.equal(loaded.backbone(images), backbone(images))
+        assert read_card(weights) == (loaded.card, last)
+        assert loaded.card == BackboneCard(
+            "tiny", "cifar", 32, (0.5,) * 3, (0.25,) * 3, "xmoco", 2, 3, eval_size=40
+        )
+        assert loaded.report.format == "xmoco"
+        assert not loaded.report.labelled
+        assert str(loaded.report).endswith(
+            "dropped: momentum_encoder, encoder.head; missing: nothing; "
+            "as it was at epoch 2.5 of 9, step 20"
+        )
+
+
+def test_a_finished_run_is_read_from_its_weights(unfinished: tuple[Path, nn.Module]) -> None:
+    run, backbone = unfinished
+    save_backbone(backbone, CARD, run / "backbone.safetensors")
+    assert read_card(run) == (CARD, run / "backbone.safetensors")
+    assert load_weights(run).report.notes == ()
+
+
+@pytest.mark.parametrize("change", ["no task", "other settings", "no epoch"])
+def test_checkpoints_of_something_else(unfinished: tuple[Path, nn.Module], change: str) -> None:
+    run, _ = unfinished
+    path = run / "checkpoints" / "step-000000020.ckpt"
+    content = torch.load(path, weights_only=True)
+    if change == "other settings":
+        content["identity"] = {"settings": {"rate": 0.1}}
+    else:
+        del content[change.removeprefix("no ")]
+    torch.save(content, path)
+    with pytest.raises(UserError, match=r"step-000000020.ckpt is no checkpoint of pre-training"):
+        load_weights(run)
+
+
+def test_checkpoints_that_do_not_fit_their_settings(
+    unfinished: tuple[Path, nn.Module],
+) -> None:
+    run, _ = unfinished
+    config = load_config("demo")
+    Checkpoints(run / "checkpoints").save(30, checkpoint(config, build_backbone("resnet18"), 3.0))
+    with pytest.raises(UserError, match="does not fit the tiny"):
+        load_weights(run)
 
 
 @pytest.mark.parametrize("kept", [0, 5, 1000])
@@ -102,16 +184,78 @@ def test_truncated_weights(weights: Path, kept: int) -> None:
         {"xmoco": "no json"},
         {"xmoco": "{}"},
         {"xmoco": "[1]"},
-        {"xmoco": json.dumps(asdict(CARD) | {"backbone": "vit"})},
         {"xmoco": json.dumps(asdict(CARD) | {"mean": None})},
     ],
-    ids=["no header", "no json", "empty", "list", "unknown backbone", "no mean"],
+    ids=["no header", "no json", "empty", "list", "no mean"],
 )
 def test_weights_of_somebody_else(tmp_path: Path, header: dict[str, str] | None) -> None:
     path = tmp_path / "other.safetensors"
     save_file({"weight": torch.zeros(3)}, path, metadata=header)
     with pytest.raises(UserError, match="does not say which backbone"):
         load_backbone(path)
+
+
+def with_header(path: Path, card: dict[str, Any]) -> Path:
+    tensors = build_backbone("tiny", "cifar").state_dict()
+    save_file(tensors, path, metadata={"xmoco": json.dumps(card)})
+    return path
+
+
+def test_files_of_the_first_version_load(tmp_path: Path) -> None:
+    """The header as version 0.1 wrote it, of a recipe with a size to be judged at and without."""
+    card = {
+        "backbone": "tiny",
+        "stem": "cifar",
+        "size": 32,
+        "mean": [0.4914, 0.4822, 0.4465],
+        "std": [0.247, 0.2435, 0.2616],
+        "method": "xmoco",
+        "epochs": 200,
+        "seed": 0,
+    }
+    path = with_header(tmp_path / "old.safetensors", card)
+    assert load_weights(path).card.input().central_size == 32
+    path = with_header(tmp_path / "old.safetensors", card | {"judged_size": 48})
+    loaded = load_weights(path)
+    assert loaded.card.eval_size == 48
+    assert (loaded.card.epochs, loaded.card.std) == (200, (0.247, 0.2435, 0.2616))
+
+
+def test_files_of_a_newer_version_are_refused(tmp_path: Path) -> None:
+    path = with_header(tmp_path / "new.safetensors", asdict(CARD) | {"foo": 3})
+    sentence = r"was written by a newer xmoco \(it has a field foo\): upgrade xmoco\."
+    for read in (load_backbone, read_card):
+        with pytest.raises(UserError, match=sentence):
+            read(path)
+
+
+def test_a_backbone_that_nobody_has(tmp_path: Path) -> None:
+    path = with_header(tmp_path / "new.safetensors", asdict(CARD) | {"backbone": "vit"})
+    with pytest.raises(UserError, match=r"holds a vit, but there are tiny, .* and timm:NAME"):
+        load_backbone(path)
+    path = with_header(path, asdict(CARD) | {"backbone": "timm:vit_for_all"})
+    with pytest.raises(UserError, match=r"holds a timm:vit_for_all, but timm has no such model"):
+        load_backbone(path)
+
+
+@pytest.mark.parametrize("name", ["timm:test_convnext", "timm:test_vit"])
+def test_models_of_timm_there_and_back(tmp_path: Path, name: str) -> None:
+    backbone = build_backbone(name, size=32).eval()
+    card = replace(CARD, backbone=name, stem="imagenet")
+    save_backbone(backbone, card, tmp_path / "backbone.safetensors")
+    loaded = load_weights(tmp_path)
+    assert loaded.card == card
+    for size in (32, 48):
+        images = torch.randn(2, 3, size, size)
+        with torch.no_grad():
+            assert torch.equal(loaded.backbone(images), backbone(images))
+
+
+def test_what_is_given_counts_more_than_the_card(weights: Path) -> None:
+    loaded = load_weights(weights, mean=(0.1, 0.2, 0.3), labelled=True)
+    assert (loaded.card.mean, loaded.card.std) == ((0.1, 0.2, 0.3), CARD.std)
+    assert loaded.report.labelled
+    assert load_weights(weights, std=(0.1, 0.2, 0.3)).card.std == (0.1, 0.2, 0.3)
 
 
 def test_weights_that_do_not_fit_their_card(tmp_path: Path) -> None:

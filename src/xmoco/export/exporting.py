@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from torch import Tensor
-from torchvision.models.resnet import ResNet
+from torch import Tensor, nn
 
 from xmoco.errors import UserError, nearest
 from xmoco.export import to_detectron2, to_onnx, to_timm, to_torchvision
@@ -30,7 +29,7 @@ class Target:
 
     ending: str  # of the file's name, instead of .safetensors
     libraries: tuple[str, ...]  # what it needs beyond xmoco's own; the extra has the target's name
-    write: Callable[[ResNet, BackboneCard, BinaryIO], None]
+    write: Callable[[nn.Module, BackboneCard, BinaryIO], None]
     features: Callable[[Path, BackboneCard, Tensor], Tensor]  # of images, read back from the file
     loading: Callable[[Path, BackboneCard], str]  # the lines with which a user loads the file
 

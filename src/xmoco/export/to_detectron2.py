@@ -1,6 +1,6 @@
 """For Detectron2: a pickle of numpy arrays under its names (stem, res2 … res5), without fc.
 
-It is the layout that MoCo's detection experiments read; Detectron2 finds its backbone by the ends
+It is the format that MoCo's detection experiments read; Detectron2 finds its backbone by the ends
 of the names (``matching_heuristics``). Detectron2 is not on the package index, so the file is read
 back by a forward pass written from Detectron2's own rules for names, strides and shortcuts.
 """
@@ -11,11 +11,11 @@ from typing import BinaryIO
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torchvision.models.resnet import ResNet
+from torch import Tensor, nn
 
 from xmoco.errors import UserError
 from xmoco.export.names import renamed
+from xmoco.nn.architectures import BACKBONES, Architecture
 from xmoco.nn.weights import BackboneCard
 
 NAMES = [
@@ -27,28 +27,12 @@ NAMES = [
     (r"\.downsample\.1\.", ".shortcut.norm."),
 ]
 
-DEPTH_AND_WIDTH = {
-    "resnet18": (18, 64),
-    "resnet34": (34, 64),
-    "resnet50": (50, 64),
-    "resnet101": (101, 64),
-    "resnet152": (152, 64),
-    "resnet50w2": (50, 128),
-    "resnet50w4": (50, 256),
-}
-"""What Detectron2's configuration calls DEPTH and STEM_OUT_CHANNELS."""
-
-BLOCKS = {
-    18: (2, 2, 2, 2),
-    34: (3, 4, 6, 3),
-    50: (3, 4, 6, 3),
-    101: (3, 4, 23, 3),
-    152: (3, 8, 36, 3),
-}
+DEPTHS = (18, 34, 50, 101, 152)
+"""Of the ResNets that Detectron2 builds."""
 
 
-def write(backbone: ResNet, card: BackboneCard, file: BinaryIO) -> None:
-    _depth_and_width(card)  # refuses what Detectron2 cannot build
+def write(backbone: nn.Module, card: BackboneCard, file: BinaryIO) -> None:
+    _architecture(card)  # refuses what Detectron2 cannot build
     arrays = {name: value.numpy() for name, value in renamed(backbone.state_dict(), NAMES).items()}
     pickle.dump({"model": arrays, "__author__": "xmoco", "matching_heuristics": True}, file)
 
@@ -57,7 +41,7 @@ def features(path: Path, card: BackboneCard, images: Tensor) -> Tensor:
     with path.open("rb") as file:
         arrays = pickle.load(file)["model"]
     left = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    depth, _ = _depth_and_width(card)
+    architecture = _architecture(card)
 
     def conv(x: Tensor, name: str, stride: int = 1) -> Tensor:
         kernel = left.pop(f"{name}.weight")
@@ -70,7 +54,7 @@ def features(path: Path, card: BackboneCard, images: Tensor) -> Tensor:
         return F.batch_norm(x, mean, variance, weight, bias)
 
     def block(x: Tensor, name: str, stride: int) -> Tensor:
-        if depth < 50:
+        if architecture.block == "basic":
             y = conv(conv(x, f"{name}.conv1", stride).relu(), f"{name}.conv2")
         else:  # STRIDE_IN_1X1: false
             y = conv(conv(x, f"{name}.conv1").relu(), f"{name}.conv2", stride)
@@ -80,7 +64,7 @@ def features(path: Path, card: BackboneCard, images: Tensor) -> Tensor:
         return (x + y).relu()
 
     x = F.max_pool2d(conv(images, "stem.conv1", stride=2).relu(), 3, stride=2, padding=1)
-    for stage, blocks in enumerate(BLOCKS[depth], start=2):
+    for stage, blocks in enumerate(architecture.blocks, start=2):
         for number in range(blocks):
             x = block(x, f"res{stage}.{number}", stride=2 if stage > 2 and number == 0 else 1)
     if left:
@@ -89,7 +73,9 @@ def features(path: Path, card: BackboneCard, images: Tensor) -> Tensor:
 
 
 def loading(path: Path, card: BackboneCard) -> str:
-    depth, width = _depth_and_width(card)
+    architecture = _architecture(card)
+    depth, width = architecture.depth, architecture.width
+    res2 = width if architecture.block == "basic" else 4 * width
     mean, std = ([round(255 * value, 3) for value in values] for values in (card.mean, card.std))
     return (
         "INPUT: {FORMAT: RGB}\n"
@@ -98,13 +84,16 @@ def loading(path: Path, card: BackboneCard) -> str:
         f"  PIXEL_MEAN: {mean}\n"
         f"  PIXEL_STD: {std}\n"
         f"  RESNETS: {{DEPTH: {depth}, STRIDE_IN_1X1: false, STEM_OUT_CHANNELS: {width}, "
-        f"RES2_OUT_CHANNELS: {width if depth < 50 else 4 * width}, WIDTH_PER_GROUP: {width}}}"
+        f"RES2_OUT_CHANNELS: {res2}, WIDTH_PER_GROUP: {width}}}"
     )
 
 
-def _depth_and_width(card: BackboneCard) -> tuple[int, int]:
-    """DEPTH and STEM_OUT_CHANNELS of the ResNet that Detectron2 makes for this backbone."""
-    if card.backbone not in DEPTH_AND_WIDTH:
+def _architecture(card: BackboneCard) -> Architecture:
+    """What the backbone is, if Detectron2 can make it."""
+    architecture = BACKBONES.get(card.backbone)
+    if architecture is None:
+        raise UserError(f"Detectron2 has no {card.backbone}: export this one to timm or onnx.")
+    if architecture.depth not in DEPTHS:
         raise UserError(
             f"Detectron2 has no {card.backbone} ResNet: export this one to torchvision or onnx."
         )
@@ -112,4 +101,4 @@ def _depth_and_width(card: BackboneCard) -> tuple[int, int]:
         raise UserError(
             f"Detectron2 has no {card.stem} stem: export this one to torchvision or onnx."
         )
-    return DEPTH_AND_WIDTH[card.backbone]
+    return architecture

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
-from torch import Tensor
-from torchvision.models.resnet import ResNet
+from torch import Tensor, nn
 
 from xmoco.nn.weights import BackboneCard
 
 OPSET = 20  # what torch's exporter writes natively; ONNX Runtime reads it since 1.17
 
 
-def write(backbone: ResNet, card: BackboneCard, file: BinaryIO) -> None:
+def write(backbone: nn.Module, card: BackboneCard, file: BinaryIO) -> None:
     side = card.input().central_size
     program = torch.onnx.export(
         backbone,

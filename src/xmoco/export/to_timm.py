@@ -1,28 +1,23 @@
 """For timm: a state dict that ``timm.create_model`` loads strictly, without a classifier.
 
-timm's resnet18 … resnet152 have torchvision's names. Its ResNet cannot widen the stem, but its
-ResNetV2 can, and is an ordinary ResNet when told not to activate before convolutions: that one
-takes resnet50w2 and resnet50w4, under its own names. timm builds neither the cifar stem nor the
-tiny ResNet.
+Models of timm are what they were. Of the ResNets, timm has resnet18 … resnet152 under torchvision's
+names, and those of other widths as its ResNetV2, under names of its own; neither the cifar stem nor
+the tiny ResNet.
 """
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
-from torchvision.models.resnet import ResNet
+from torch import Tensor, nn
 
 from xmoco.errors import UserError
 from xmoco.export.names import renamed
+from xmoco.nn.architectures import BACKBONES, timm_name
+from xmoco.nn.backbones import create_timm
 from xmoco.nn.weights import BackboneCard
-
-WIDE: dict[str, dict[str, Any]] = {
-    "resnet50w2": {"preact": False, "width_factor": 2},
-    "resnet50w4": {"preact": False, "width_factor": 4},
-}
-"""Arguments that make timm's resnetv2_50 one of these."""
 
 RESNETV2_NAMES = [
     (r"^conv1\.", "stem.conv."),
@@ -34,10 +29,10 @@ RESNETV2_NAMES = [
 ]
 
 
-def write(backbone: ResNet, card: BackboneCard, file: BinaryIO) -> None:
+def write(backbone: nn.Module, card: BackboneCard, file: BinaryIO) -> None:
     name, _ = _model(card)
-    rules = RESNETV2_NAMES if name == "resnetv2_50" else []
-    torch.save(renamed(backbone.state_dict(), rules), file)
+    is_renamed = name == "resnetv2_50" and timm_name(card.backbone) is None
+    torch.save(renamed(backbone.state_dict(), RESNETV2_NAMES if is_renamed else []), file)
 
 
 def features(path: Path, card: BackboneCard, images: Tensor) -> Tensor:
@@ -59,12 +54,16 @@ def loading(path: Path, card: BackboneCard) -> str:
     )
 
 
-def _model(card: BackboneCard) -> tuple[str, dict[str, Any]]:
+def _model(card: BackboneCard) -> tuple[str, Mapping[str, Any]]:
     """Name and arguments of the model that timm makes for this backbone."""
-    if card.backbone == "tiny":
-        raise UserError("timm has no tiny ResNet: export this one to torchvision or onnx.")
+    name = timm_name(card.backbone)
+    if name is not None:
+        return name, create_timm(name, card.size)[1]
+    model = BACKBONES[card.backbone].timm
+    if model is None:
+        raise UserError(
+            f"timm has no {card.backbone} ResNet: export this one to torchvision or onnx."
+        )
     if card.stem != "imagenet":
         raise UserError(f"timm has no {card.stem} stem: export this one to torchvision or onnx.")
-    if card.backbone in WIDE:
-        return "resnetv2_50", WIDE[card.backbone]
-    return card.backbone, {}
+    return model.name, model.arguments

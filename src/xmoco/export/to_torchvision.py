@@ -10,22 +10,25 @@ from typing import BinaryIO
 import torch
 import torchvision.models
 from torch import Tensor, nn
-from torchvision.models.resnet import ResNet
 
-from xmoco.nn.backbones import build_backbone
+from xmoco.errors import UserError
+from xmoco.nn.architectures import BACKBONES, Architecture
+from xmoco.nn.backbones import build_resnet
 from xmoco.nn.weights import BackboneCard
 
 
-def write(backbone: ResNet, _card: BackboneCard, file: BinaryIO) -> None:
+def write(backbone: nn.Module, card: BackboneCard, file: BinaryIO) -> None:
+    _architecture(card)  # refuses what torchvision cannot build
     torch.save(backbone.state_dict(), file)
 
 
 def features(path: Path, card: BackboneCard, images: Tensor) -> Tensor:
-    if _is_standard(card):
-        model: ResNet = torchvision.models.get_model(card.backbone)
+    name = _standard_name(card)
+    if name is not None:
+        model: nn.Module = torchvision.models.get_model(name)
         model.add_module("fc", nn.Identity())
     else:
-        model = build_backbone(card.backbone, card.stem)
+        model = build_resnet(card.backbone, card.stem)
     model.load_state_dict(torch.load(path, weights_only=True))
     found: Tensor = model.eval()(images)
     return found
@@ -33,10 +36,11 @@ def features(path: Path, card: BackboneCard, images: Tensor) -> Tensor:
 
 def loading(path: Path, card: BackboneCard) -> str:
     state = f"torch.load({str(path)!r}, weights_only=True)"
-    if _is_standard(card):
+    name = _standard_name(card)
+    if name is not None:
         return (
             "import torch, torchvision\n"
-            f"model = torchvision.models.{card.backbone}()\n"
+            f"model = torchvision.models.{name}()\n"
             f"model.load_state_dict({state}, strict=False)  # all but fc"
         )
     return (
@@ -47,5 +51,13 @@ def loading(path: Path, card: BackboneCard) -> str:
     )
 
 
-def _is_standard(card: BackboneCard) -> bool:
-    return card.stem == "imagenet" and card.backbone in torchvision.models.list_models()
+def _standard_name(card: BackboneCard) -> str | None:
+    """What torchvision calls this backbone, if it makes it by itself."""
+    architecture = _architecture(card)
+    return architecture.torchvision if card.stem == "imagenet" else None
+
+
+def _architecture(card: BackboneCard) -> Architecture:
+    if card.backbone not in BACKBONES:
+        raise UserError(f"torchvision has no {card.backbone}: export this one to timm or onnx.")
+    return BACKBONES[card.backbone]

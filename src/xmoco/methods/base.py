@@ -38,7 +38,7 @@ class Method(Task):
         return (ViewGroup(("view 1", "view 2"), config.views, config.input),)
 
     def build_encoder(self, config: Config, unit_length: bool = True) -> Encoder:
-        encoder = build_encoder(config.model, unit_length)
+        encoder = build_encoder(config.model, config.input, unit_length)
         self.run.prepare(encoder)
         return encoder
 

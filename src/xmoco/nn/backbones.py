@@ -1,18 +1,26 @@
-"""Backbones: torchvision's ResNets and relatives of other widths, without the classifier.
+"""Backbones: ResNets of several depths and widths, and models of timm, without the classifier.
 
-Parameter names are torchvision's, so weights go to and fro. A backbone maps images (N, 3, H, W) to
-pooled features (N, ``feature_size``).
+A backbone maps images (N, 3, H, W) to pooled features (N, ``feature_size``). Parameter names are
+torchvision's or timm's own, so weights go to and fro. ``nn/architectures.py`` lists what there is.
 """
 
-from collections.abc import Callable
+from typing import Any
 
-import torchvision.models
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
-from xmoco.config import Backbone
+from xmoco.errors import UserError
+from xmoco.nn.architectures import (
+    BACKBONES,
+    check_backbone,
+    check_stem,
+    timm_library,
+    timm_name,
+)
 
 Block = type[BasicBlock | Bottleneck]
+BLOCKS: dict[str, Block] = {"basic": BasicBlock, "bottleneck": Bottleneck}
 
 
 class ScaledResNet(ResNet):
@@ -37,21 +45,30 @@ class ScaledResNet(ResNet):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
 
-BUILDERS: dict[Backbone, Callable[[], ResNet]] = {
-    "tiny": lambda: ScaledResNet(BasicBlock, [1, 1, 1, 1], width=16),
-    "resnet18": torchvision.models.resnet18,
-    "resnet34": torchvision.models.resnet34,
-    "resnet50": torchvision.models.resnet50,
-    "resnet101": torchvision.models.resnet101,
-    "resnet152": torchvision.models.resnet152,
-    "resnet50w2": lambda: ScaledResNet(Bottleneck, [3, 4, 6, 3], width=128),
-    "resnet50w4": lambda: ScaledResNet(Bottleneck, [3, 4, 6, 3], width=256),
-}
+def build_backbone(name: str, stem: str = "imagenet", size: int = 224) -> nn.Module:
+    """A freshly initialised backbone. ``stem`` "cifar" is 3×3, stride 1, without pooling; ``size``
+    of images matters to some models of timm, such as transformers."""
+    try:
+        check_stem(check_backbone(name), stem)
+    except ValueError as error:
+        raise UserError(f"no backbone {name} with {stem} stem: {error}.") from None
+    model = timm_name(name)
+    if model is None:
+        resnet: nn.Module = build_resnet(name, stem)
+        return resnet
+    backbone, _ = create_timm(model, size)
+    check_size(name, backbone, size)
+    return backbone
 
 
-def build_backbone(name: Backbone, stem: str = "imagenet") -> ResNet:
-    """A freshly initialised backbone. ``stem`` "cifar" is 3×3, stride 1, without pooling."""
-    backbone = BUILDERS[name]()
+def build_resnet(name: str, stem: str = "imagenet") -> ResNet:
+    """One of ``BACKBONES``."""
+    architecture = BACKBONES[name]
+    block, layers = BLOCKS[architecture.block], list(architecture.blocks)
+    if architecture.torchvision is None:
+        backbone: ResNet = ScaledResNet(block, layers, architecture.width)
+    else:
+        backbone = ResNet(block, layers)
     if stem == "cifar":
         channels = backbone.conv1.out_channels
         backbone.conv1 = nn.Conv2d(3, channels, kernel_size=3, padding=1, bias=False)
@@ -61,7 +78,69 @@ def build_backbone(name: Backbone, stem: str = "imagenet") -> ResNet:
     return backbone
 
 
-def feature_size(backbone: ResNet) -> int:
+def create_timm(name: str, size: int, **options: Any) -> tuple[nn.Module, dict[str, Any]]:
+    """timm's model without its classifier, for images of ``size`` and, where it can, of others; and
+    the arguments that make it so."""
+    library = timm_library()
+    taken: list[dict[str, Any]] = [
+        {"img_size": size, "dynamic_img_size": True},
+        {"img_size": size},
+        {},
+    ]
+    for arguments in taken:
+        try:
+            model: nn.Module = library.create_model(name, num_classes=0, **arguments, **options)
+        except TypeError:  # it has no such arguments
+            if arguments:
+                continue
+            raise
+        break
+    model.register_forward_pre_hook(_SizeCheck(f"timm:{name}"))
+    return model, arguments
+
+
+class _SizeCheck:
+    """Asks a model of timm, once for every size of images it is shown, whether it can take them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.suits: set[tuple[int, ...]] = set()
+
+    def __call__(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        size = tuple(inputs[0].shape[2:])
+        if size not in self.suits:
+            _try(self.name, model, inputs[0].new_zeros(1, 3, *size))
+            self.suits.add(size)
+
+
+def check_size(name: str, backbone: nn.Module, size: int) -> None:
+    """A ``UserError`` if the backbone cannot take images of this size, as some of timm's."""
+    if timm_name(name) is not None:
+        _try(name, backbone, next(backbone.parameters()).new_zeros(1, 3, size, size))
+
+
+def _try(name: str, model: nn.Module, image: Tensor) -> None:
+    """Which sizes suit is told nowhere, and every model that cannot take one fails in its way."""
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            features: Tensor = model.eval().forward(image)
+    except (AssertionError, RuntimeError, IndexError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+        side = image.shape[-1]
+        raise UserError(f"{name} cannot take images of {side} px ({reason}).") from None
+    finally:
+        model.train(was_training)
+    if features.shape != (1, feature_size(model)):
+        numbers = " × ".join(map(str, features.shape[1:]))
+        raise UserError(f"{name} makes {numbers} numbers of an image, so it is no backbone here.")
+
+
+def feature_size(backbone: nn.Module) -> int:
     """Length of the pooled features."""
-    last = backbone.layer4[-1]
-    return int((last.bn3 if isinstance(last, Bottleneck) else last.bn2).num_features)
+    if isinstance(backbone, ResNet):
+        last = backbone.layer4[-1]
+        return int((last.bn3 if isinstance(last, Bottleneck) else last.bn2).num_features)
+    # Some models of timm widen their features once more where a classifier would follow.
+    length: Any = getattr(backbone, "head_hidden_size", None) or backbone.num_features
+    return int(length)

@@ -5,8 +5,10 @@ the backbone stands and which other name gives the project away. Names are looke
 ``flat_tensors`` has joined nested dictionaries with dots and left out the wrappers that say
 nothing (``state_dict``, ``module`` …). Whatever is not the backbone (heads, predictors, momentum
 copies, queues, optimisers) is dropped, and reported. Which ResNet it is follows from the shapes.
+A ResNet in a place that no row knows is taken too, if there is no other beside it.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
@@ -15,55 +17,82 @@ from typing import Any
 from torch import Tensor, nn
 from torchvision.models.resnet import ResNet
 
-from xmoco.config import Backbone
 from xmoco.errors import UserError
-from xmoco.nn.backbones import build_backbone
+from xmoco.nn.architectures import BACKBONES
+from xmoco.nn.backbones import build_resnet
+
+Pixels = tuple[tuple[float, float, float], tuple[float, float, float]]  # mean and std
+IMAGENET: Pixels = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CIFAR10: Pixels = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
 @dataclass(frozen=True)
-class Layout:
+class CheckpointFormat:
     name: str
     prefix: str  # stands before the backbone's own names
     marks: tuple[str, ...]  # one of these starts a name that others with this prefix do not have
+    classifier: str | None = None  # part of the checkpoint that only training with labels leaves
     cifar_padding: int = 1  # of the 3×3 stem
+    cifar_pixels: tuple[str, Pixels] = ("CIFAR-10", CIFAR10)  # whose mean and std a 3×3 stem sees
 
 
 # The first row that fits counts: special ones stand above general ones.
 FORMATS = (
-    Layout("mocov3", "base_encoder.", ("momentum_encoder.",)),
-    Layout("mocov2", "encoder_q.", ("encoder_q.fc.0.",)),
-    Layout("mocov1", "encoder_q.", ("encoder_q.fc.",)),
-    Layout("deepclusterv2", "", ("prototypes.prototypes0.",)),
-    Layout("swav", "", ("prototypes.", "projection_head.")),
-    Layout("dino", "teacher.backbone.", ("student.",)),
-    Layout("byol", "online_network.encoder.", ("target_network.",)),  # yaox12/BYOL-PyTorch
-    Layout("byol", "online_network_state_dict.encoder.", ("target_network",)),  # sthalles
-    Layout("byol", "online_encoder.net.", ("online_predictor.",)),  # lucidrains/byol-pytorch
-    Layout("solo-learn", "backbone.", ("classifier.",), cifar_padding=2),
-    Layout("solo-learn", "encoder.", ("classifier.",), cifar_padding=2),  # older versions
-    Layout("simsiam", "encoder.", ("encoder.fc.",)),
-    Layout("lightly", "backbone.", ("projection_head.", "online_classifier.", "teacher_backbone.")),
-    Layout("lightly", "teacher_backbone.", ("student_backbone.",)),
-    Layout("barlowtwins", "backbone.", ("bn.",)),
-    Layout("vicreg", "backbone.", ("projector.",)),
+    CheckpointFormat("mocov3", "base_encoder.", ("momentum_encoder.",)),
+    CheckpointFormat("mocov2", "encoder_q.", ("encoder_q.fc.0.",)),
+    CheckpointFormat("mocov1", "encoder_q.", ("encoder_q.fc.",)),
+    CheckpointFormat("deepclusterv2", "", ("prototypes.prototypes0.",)),
+    CheckpointFormat("swav", "", ("prototypes.", "projection_head.")),
+    CheckpointFormat("dino", "teacher.backbone.", ("student.",)),
+    # Three projects by the name of BYOL: yaox12, sthalles, lucidrains.
+    CheckpointFormat("byol", "online_network.encoder.", ("target_network.",)),
+    CheckpointFormat("byol", "online_network_state_dict.encoder.", ("target_network",)),
+    CheckpointFormat("byol", "online_encoder.net.", ("online_predictor.",)),
+    CheckpointFormat("solo-learn", "backbone.", ("classifier.",), cifar_padding=2),
+    CheckpointFormat("solo-learn", "encoder.", ("classifier.",), cifar_padding=2),  # older versions
+    CheckpointFormat("simsiam", "encoder.", ("encoder.fc.",)),
+    # lightly's benchmarks show CIFAR-10 as they show ImageNet.
+    CheckpointFormat(
+        "lightly",
+        "backbone.",
+        ("projection_head.", "online_classifier.", "teacher_backbone."),
+        cifar_pixels=("ImageNet", IMAGENET),
+    ),
+    CheckpointFormat(
+        "lightly",
+        "teacher_backbone.",
+        ("student_backbone.",),
+        cifar_pixels=("ImageNet", IMAGENET),
+    ),
+    CheckpointFormat("barlowtwins", "backbone.", ("bn.",)),
+    CheckpointFormat("vicreg", "backbone.", ("projector.",)),
+    CheckpointFormat(
+        "vissl",
+        "classy_state_dict.base_model.model.trunk._feature_blocks.",
+        ("classy_state_dict.",),
+    ),
+    # transformers: the classifier, and the model by itself.
+    CheckpointFormat("huggingface", "resnet.", ("resnet.embedder.",), classifier="classifier"),
+    CheckpointFormat("huggingface", "", ("embedder.",)),
     # torchvision and timm, and the backbones that Barlow Twins, VICReg and DINO publish by
     # themselves: every name starts with the empty mark.
-    Layout("torchvision", "", ("",)),
+    CheckpointFormat("torchvision", "", ("",), classifier="fc"),
 )
 
+GUESS = "mean and std are by a guess"
 CONTAINERS = ("state_dict", "model")  # what training programs call the whole network
 WRAPPERS = ("module", "_orig_mod")  # DataParallel and its kin; torch.compile
 
+# Names that transformers gives to the parts of a ResNet, and torchvision's for them. Layers have
+# numbers, from 0: a convolution and its norm have the same one.
+HUGGING_FACE = re.compile(
+    r"(?:embedder\.embedder|encoder\.stages\.(?P<stage>\d+)\.layers\.(?P<block>\d+)"
+    r"\.(?:layer\.(?P<layer>\d+)|shortcut))\.(?P<kind>convolution|normalization)\.(?P<rest>\w+)"
+)
+
 # Blocks, how many in each stage, channels of the stem.
-ARCHITECTURES: dict[tuple[str, tuple[int, ...], int], Backbone] = {
-    ("basic", (1, 1, 1, 1), 16): "tiny",
-    ("basic", (2, 2, 2, 2), 64): "resnet18",
-    ("basic", (3, 4, 6, 3), 64): "resnet34",
-    ("bottleneck", (3, 4, 6, 3), 64): "resnet50",
-    ("bottleneck", (3, 4, 23, 3), 64): "resnet101",
-    ("bottleneck", (3, 8, 36, 3), 64): "resnet152",
-    ("bottleneck", (3, 4, 6, 3), 128): "resnet50w2",
-    ("bottleneck", (3, 4, 6, 3), 256): "resnet50w4",
+ARCHITECTURES: dict[tuple[str, tuple[int, ...], int], str] = {
+    (backbone.block, backbone.blocks, backbone.width): name for name, backbone in BACKBONES.items()
 }
 # Shape of a filter of the first convolution.
 STEMS: dict[tuple[int, ...], str] = {(3, 7, 7): "imagenet", (3, 3, 3): "cifar"}
@@ -77,6 +106,7 @@ OTHER_NETWORKS = {
     "downsample_layers.": "a ConvNeXt",
     "conv1.0.": "a ResNet whose stem has several convolutions",
     "features.": "a VGG, EfficientNet or the like",
+    "regnet.": "a RegNet",
     "stages.": "a RegNet, ConvNeXt or the like",
 }
 
@@ -85,30 +115,26 @@ OTHER_NETWORKS = {
 class LoadReport:
     """What became of a checkpoint's tensors."""
 
-    layout: str
+    format: str
     loaded: int  # tensors that went into the backbone
     dropped: tuple[str, ...] = ()  # parts of the checkpoint that are not the backbone
     missing: tuple[str, ...] = ()  # counters of batches, which nothing depends on
-
-    @property
-    def labelled(self) -> bool:
-        """Whether the checkpoint is of a classifier, which was trained with labels."""
-        return self.layout == "torchvision" and "fc" in self.dropped
+    labelled: bool = False  # whether it was trained with labels, as a classifier tells
+    notes: tuple[str, ...] = ()  # what a user should know beside
 
     def __str__(self) -> str:
         dropped = ", ".join(self.dropped) or "nothing"
         missing = f"{len(self.missing)} batch counters" if self.missing else "nothing"
-        return (
-            f"layout {self.layout}: {self.loaded} tensors loaded; "
-            f"dropped: {dropped}; missing: {missing}"
-        )
+        facts = (f"dropped: {dropped}", f"missing: {missing}", *self.notes)
+        return f"format {self.format}: {self.loaded} tensors loaded; {'; '.join(facts)}"
 
 
 @dataclass(frozen=True)
 class FoundBackbone:
     backbone: ResNet
-    name: Backbone
+    name: str
     stem: str
+    pixels: Pixels
     report: LoadReport
 
 
@@ -125,27 +151,37 @@ def flat_tensors(checkpoint: Mapping[Any, object]) -> dict[str, Tensor]:
 
 def find_backbone(tensors: Mapping[str, Tensor], where: str) -> FoundBackbone:
     """The backbone among ``flat_tensors``; ``where`` they come from is said in errors."""
-    layout = _recognise(tensors, where)
-    names = _backbone_names(tensors, layout.prefix)
+    row = _recognise(tensors, where)
+    names = _backbone_names(tensors, row.prefix)
     state = {ours: tensors[theirs] for theirs, ours in names.items()}
     state |= {name: _merged_statistics(name, state) for name in state if ".running_" in name}
     name, stem = _architecture(state, where)
-    backbone = build_backbone(name, stem)
+    backbone = build_resnet(name, stem)
     missing = _differences(state, backbone, name, where)
     backbone.load_state_dict(state, strict=False)
+    pixels, notes = IMAGENET, tuple[str, ...]()
     if stem == "cifar":
-        backbone.conv1.padding = (layout.cifar_padding, layout.cifar_padding)
+        backbone.conv1.padding = (row.cifar_padding, row.cifar_padding)
+        whose, pixels = row.cifar_pixels
+        notes = (guess_of(whose),)
     if not _stem_has_relu(names):
         backbone.add_module("relu", nn.Identity())
-    others = (_part(theirs, layout.prefix) for theirs in tensors if theirs not in names)
-    report = LoadReport(layout.name, len(state), tuple(dict.fromkeys(others)), missing)
-    return FoundBackbone(backbone, name, stem, report)
+    others = (part_of(theirs, row.prefix) for theirs in tensors if theirs not in names)
+    dropped = tuple(dict.fromkeys(others))
+    labelled = row.classifier is not None and row.classifier in dropped
+    report = LoadReport(row.name, len(state), dropped, missing, labelled, notes)
+    return FoundBackbone(backbone, name, stem, pixels, report)
+
+
+def guess_of(whose: str) -> str:
+    """Said of weights whose mean and std are not known."""
+    return f"{GUESS} {whose}'s"
 
 
 def refuse_other(what: str, where: str) -> UserError:
     """The error for a network that is none of ours."""
-    known = ", ".join(ARCHITECTURES.values())
-    return UserError(f"{where} holds {what}, but the backbones here are {known}.")
+    known = ", ".join(BACKBONES)
+    return UserError(f"{where} holds {what}, but the backbones known by their tensors are {known}.")
 
 
 def _walk(branch: Mapping[Any, object], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -156,20 +192,42 @@ def _walk(branch: Mapping[Any, object], prefix: str = "") -> Iterator[tuple[str,
             yield from _walk(value, f"{prefix}{key}.")
 
 
-def _recognise(tensors: Mapping[str, Tensor], where: str) -> Layout:
-    for layout in FORMATS:
-        ours = set(_backbone_names(tensors, layout.prefix).values())
-        marked = any(name.startswith(layout.marks) for name in tensors)
-        if marked and {"conv1.weight", "layer1.0.conv1.weight"} <= ours:
-            return layout
+def _recognise(tensors: Mapping[str, Tensor], where: str) -> CheckpointFormat:
+    for row in FORMATS:
+        marked = any(name.startswith(row.marks) for name in tensors)
+        if marked and _begins_a_resnet(tensors, row.prefix):
+            return row
+    places = _places(tensors)
+    if len(places) == 1:
+        place = places[0]
+        return CheckpointFormat(f"torchvision under {place}", place, (), f"{place}fc")
+    if places:
+        raise UserError(
+            f"{where} holds several ResNets, under {' and '.join(places)}, and nobody's format "
+            "says which of them counts: give a file with one."
+        )
     for part, network in OTHER_NETWORKS.items():
         if any(f".{part}" in f".{name}" for name in tensors):
             raise refuse_other(network, where)
     first = ", ".join(list(tensors)[:5]) or "none at all"
     raise UserError(
-        f"{where} does not say which backbone it holds, and nobody's layout has such names: {first}"
+        f"{where} does not say which backbone it holds, and nobody's format has such names: {first}"
         f"{', …' if len(tensors) > 5 else '.'}"
     )
+
+
+def _places(names: Iterable[str]) -> list[str]:
+    """Prefixes under which there is a ResNet, with torchvision's names or numbers."""
+    names = list(names)
+    first_block = re.compile(r"(?P<prefix>(?:.*\.)?)(?:layer1|\d+)\.0\.conv1\.weight")
+    found = filter(None, map(first_block.fullmatch, names))
+    prefixes = dict.fromkeys(match["prefix"] for match in found)
+    return [prefix for prefix in prefixes if _begins_a_resnet(names, prefix)]
+
+
+def _begins_a_resnet(names: Iterable[str], prefix: str) -> bool:
+    ours = _backbone_names(names, prefix).values()
+    return {"conv1.weight", "layer1.0.conv1.weight"} <= set(ours)
 
 
 def _backbone_names(names: Iterable[str], prefix: str) -> dict[str, str]:
@@ -184,11 +242,24 @@ def _backbone_names(names: Iterable[str], prefix: str) -> dict[str, str]:
     titles = {part: part for part in PARTS}
     if len(numbers) >= len(PARTS):
         titles = {str(n): part for n, part in zip(numbers, PARTS, strict=False)}
-    return {
+    found = {
         name: (titles[head] + name[len(prefix + head) :]).replace(".shortcut.", ".downsample.")
         for name, head in heads.items()
         if head in titles
     }
+    matches = ((name, HUGGING_FACE.fullmatch(name.removeprefix(prefix))) for name in inside)
+    return found | {name: _from_hugging_face(match) for name, match in matches if match}
+
+
+def _from_hugging_face(name: re.Match[str]) -> str:
+    """torchvision's name for a tensor that transformers calls ``name``."""
+    is_norm, rest = name["kind"] == "normalization", name["rest"]
+    if name["stage"] is None:
+        return f"{'bn1' if is_norm else 'conv1'}.{rest}"
+    block = f"layer{int(name['stage']) + 1}.{name['block']}"
+    if name["layer"] is None:
+        return f"{block}.downsample.{int(is_norm)}.{rest}"
+    return f"{block}.{'bn' if is_norm else 'conv'}{int(name['layer']) + 1}.{rest}"
 
 
 def _stem_has_relu(names: Mapping[str, str]) -> bool:
@@ -214,7 +285,7 @@ def _merged_statistics(name: str, state: Mapping[str, Tensor]) -> Tensor:
     return running
 
 
-def _architecture(state: Mapping[str, Tensor], where: str) -> tuple[Backbone, str]:
+def _architecture(state: Mapping[str, Tensor], where: str) -> tuple[str, str]:
     shape = tuple(state["conv1.weight"].shape)
     blocks = tuple(
         len({name.split(".")[1] for name in state if name.startswith(f"{stage}.")})
@@ -231,7 +302,7 @@ def _architecture(state: Mapping[str, Tensor], where: str) -> tuple[Backbone, st
 
 
 def _differences(
-    state: Mapping[str, Tensor], backbone: ResNet, name: Backbone, where: str
+    state: Mapping[str, Tensor], backbone: ResNet, name: str, where: str
 ) -> tuple[str, ...]:
     """Refuses tensors that do not make up ``backbone``; the batch counters that are missing."""
     expected = backbone.state_dict()
@@ -251,7 +322,7 @@ def _differences(
     return tuple(missing)
 
 
-def _part(name: str, prefix: str) -> str:
+def part_of(name: str, prefix: str) -> str:
     """The part of a checkpoint a dropped name belongs to: as much as tells it from the backbone."""
     parts = name.split(".")
     shared = takewhile(lambda pair: pair[0] == pair[1], zip(parts, prefix.split("."), strict=False))

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xmoco.config import ModelConfig
-from xmoco.nn.backbones import build_backbone, feature_size
+from xmoco.config import InputConfig, ModelConfig
+from xmoco.nn.backbones import build_backbone, check_size, feature_size
 from xmoco.nn.heads import mlp_head
 from xmoco.schedules import Value
 
@@ -26,8 +26,13 @@ class Encoder(nn.Module):
         return F.normalize(features, dim=1) if self.unit_length else features
 
 
-def build_encoder(model: ModelConfig, unit_length: bool = True) -> Encoder:
-    backbone = build_backbone(model.backbone, model.stem)
+def build_encoder(
+    model: ModelConfig, input: InputConfig | None = None, unit_length: bool = True
+) -> Encoder:
+    """``input`` says which images it must take, which matters to some backbones of timm."""
+    sizes = input or InputConfig()
+    backbone = build_backbone(model.backbone, model.stem, sizes.size)
+    check_size(model.backbone, backbone, sizes.central_size)
     head = mlp_head(
         feature_size(backbone), model.head_hidden, model.feature_size, model.head_layers
     )

