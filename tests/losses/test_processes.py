@@ -17,7 +17,9 @@ from torch.testing import assert_close
 
 from xmoco import distributed
 from xmoco.losses import MoCoLoss, XMoCoLoss
+from xmoco.losses.ntxent import nt_xent
 from xmoco.losses.soft_labels import History
+from xmoco.losses.swav import codes
 from xmoco.nn.batchnorm import keys_in_other_processes
 
 D, K, BATCH, STEPS = 6, 9, 4, 5  # after two steps of 4 images the history of 9 is not full yet
@@ -60,6 +62,28 @@ def play(kind: str, rank: int, world: int) -> dict[str, Any]:
     }
 
 
+def contrast_views(rank: int, world: int) -> dict[str, Tensor]:
+    """NT-Xent of this process's share of a batch, and its views' gradients."""
+    share = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    views = batches()[0][:2, share].clone().requires_grad_()
+    loss = nt_xent(*views, 0.5)
+    loss.backward()
+    assert views.grad is not None
+    return {"loss": loss.detach(), "gradients": views.grad}
+
+
+def balance_codes(rank: int, world: int) -> dict[str, Tensor]:
+    """SwAV's codes of this process's share, without a queue, with an idle one, and with one."""
+    share = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    scores, past, *_ = batches()[0]
+    options: dict[str, Any] = {"epsilon": 0.1, "iterations": 3}
+    queued = distributed.own_share(past)
+    return {"alone": codes(scores[share], **options)} | {
+        name: codes(scores[share], past_scores=queued, past_counts=torch.tensor(counts), **options)
+        for name, counts in (("idle", False), ("queue", True))
+    }
+
+
 class WitnessOfItsBatch(nn.Module):
     """Tells an image by its first column, and by the second who was encoded with it."""
 
@@ -76,6 +100,8 @@ def process(rank: int, folder: Path) -> None:
     rows = torch.tensor([[0.0, 900.0, -torch.inf], [1.0, -900.0, 5.0]])[rank:][:1]
     found = {kind: play(kind, rank, 2) for kind in KINDS} | {
         "keys": keys_in_other_processes(WitnessOfItsBatch(), images[4 * rank : 4 * rank + 4]),
+        "nt_xent": contrast_views(rank, 2),
+        "codes": balance_codes(rank, 2),
         "gathered": distributed.gather(torch.tensor([[rank, 10]])),
         "summed": distributed.logsumexp_over_rows(rows),
         "share": distributed.own_share(torch.arange(5)),
@@ -123,6 +149,26 @@ def test_labels_are_balanced_over_both(both: list[dict[str, Any]]) -> None:
     _, alone = build("none")(q_s, q_t, k_s, k_t)
     _, labels_source, *_ = both[0]["none"]["terms"][0]
     assert not torch.isclose(labels_source, alone["labels_source"], rtol=1e-3)
+
+
+def test_views_meet_those_of_both_and_gradients_flow_back_to_both(
+    both: list[dict[str, Any]],
+) -> None:
+    """As DistributedDataParallel averages: a rank's gradient counts half."""
+    expected = contrast_views(0, 1)
+    first, second = (found["nt_xent"] for found in both)
+    assert_close((first["loss"] + second["loss"]) / 2, expected["loss"], rtol=0, atol=1e-12)
+    gradients = torch.cat([first["gradients"], second["gradients"]], dim=1) / 2
+    assert_close(gradients, expected["gradients"], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("queue", ["alone", "idle", "queue"])
+def test_codes_are_balanced_over_both(both: list[dict[str, Any]], queue: str) -> None:
+    expected = balance_codes(0, 1)
+    found = torch.cat([found["codes"][queue] for found in both])
+    assert_close(found, expected[queue], rtol=0, atol=1e-12)
+    assert_close(expected["idle"], expected["alone"])
+    assert not torch.allclose(expected["queue"], expected["alone"], rtol=1e-3)
 
 
 def test_keys_come_back_in_order_from_another_process(both: list[dict[str, Any]]) -> None:

@@ -132,3 +132,40 @@ def test_samples_in_two_processes_are_balanced_as_one() -> None:
         thread.join()
     assert torch.equal(found[0], found[1])
     assert_close(found[0], column_scaling(log_kernel, 4))
+
+
+# Rows that take no part
+
+
+@given(**shapes, others=st.integers(0, 6), iterations=st.sampled_from([1, 2, 3, 20, 21, 60]))
+@settings(max_examples=50, deadline=None)
+def test_rows_that_take_no_part_are_as_good_as_absent(
+    M: int, K: int, seed: int, others: int, iterations: int
+) -> None:
+    """Wherever they stand; also over so many rounds that all are taken in log space."""
+    log_kernel = random_kernel(M + others, K, seed)
+    takes_part = torch.zeros(M + others, dtype=torch.bool)
+    takes_part[torch.randperm(M + others, generator=torch.Generator().manual_seed(seed))[:M]] = True
+    kept = log_kernel[takes_part]
+    found = column_scaling(log_kernel, iterations, takes_part=takes_part)
+    assert_close(found, column_scaling(kept, iterations), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("iterations", [1, 3, 20, 21, 300])
+def test_a_past_that_is_all_out_or_all_in(iterations: int) -> None:
+    """As a queue before it is full and after: the mask alone differs."""
+    batch, past = random_kernel(5, 6, seed=1), random_kernel(9, 6, seed=2)
+    rows = torch.cat([batch, past])
+    for past_counts, expected in ((False, batch), (True, rows)):
+        takes_part = torch.tensor([True] * 5 + [past_counts] * 9)
+        found = column_scaling(rows, iterations, takes_part=takes_part)
+        assert_close(found, column_scaling(expected, iterations), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("iterations", [3, 40])
+def test_zero_rows_of_an_empty_queue_leave_no_trace(iterations: int) -> None:
+    """In float32, and for scores so sharp that their exponentials are beyond it."""
+    batch = random_kernel(5, 6, seed=3, scale=200.0).float()
+    rows, takes_part = torch.cat([batch, torch.zeros(9, 6)]), torch.arange(14) < 5
+    found = column_scaling(rows, iterations, takes_part=takes_part)
+    assert_close(found, column_scaling(batch, iterations), rtol=1e-6, atol=1e-3)

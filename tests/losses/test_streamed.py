@@ -26,6 +26,7 @@ from xmoco.losses.metrics import label_metrics, similarity_metrics
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VERSION = importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None
 pytestmark = [
+    pytest.mark.gpu(elsewhere=True),
     pytest.mark.skipif(VERSION is None, reason="Triton is not installed"),
     pytest.mark.skipif(
         DEVICE == "cpu" and (VERSION or "") < "3.7" and np.__version__ >= "2.4",
