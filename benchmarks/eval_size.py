@@ -19,7 +19,8 @@ from rich.table import Table
 
 from recipe import RESULTS
 from tune import STRENGTHS, K, check_splits, judge
-from xmoco.evaluate.evaluation import EvalOptions, Evaluation, source_name
+from xmoco.data.sources import source_name
+from xmoco.evaluate.evaluation import EvalOptions, Evaluation
 from xmoco.records import Record, append_records
 
 

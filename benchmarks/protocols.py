@@ -10,15 +10,18 @@ trained with the labels. ``judge`` appends the records of kNN, linear (both pres
 
 import argparse
 import dataclasses
+import tempfile
 import time
 from pathlib import Path
 
 import torch
 
+from xmoco.data.fingerprint import fingerprint
+from xmoco.data.sources import source_name
 from xmoco.errors import UserError
 from xmoco.evaluate.classification import evaluate_finetune, evaluate_knn, evaluate_linear
 from xmoco.evaluate.classify import CosineProtocol, train_classifier
-from xmoco.evaluate.evaluation import EvalOptions, Listener, labelled_splits, source_name
+from xmoco.evaluate.evaluation import EvalOptions, Listener, labelled_splits
 from xmoco.evaluate.transfer import evaluate_transfer
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import read_card, save_backbone
@@ -59,18 +62,26 @@ def prepare(options: argparse.Namespace) -> None:
     save_backbone(backbone, untrained, options.out / "untrained.safetensors")
     steps = options.epochs * max(1, len(train) // 512)
     protocol = CosineProtocol("supervised", 512, 0.2, 0.2, 5e-4, steps)
+    settings = {
+        **dataclasses.asdict(protocol),
+        "backbone": card.backbone,
+        "images": fingerprint(train),
+        "seed": options.seed,
+    }
     log = Log()
     train_classifier(
         backbone,
         train,
         protocol,
+        options.out / "supervised",
+        settings,
         input=card.input(),
-        device=eval_options.torch_device(),
-        bf16=eval_options.precision == "bf16",
+        fabric=eval_options.fabric(),
         seed=options.seed,
         on_step=lambda done, total, loss: log.progress(
             "supervised", done, total, "" if loss is None else f"loss {loss:.3f}"
         ),
+        say=log.say,
     )
     supervised = dataclasses.replace(untrained, method="supervised", epochs=options.epochs)
     save_backbone(backbone, supervised, options.out / "supervised.safetensors")
@@ -102,20 +113,26 @@ def judge(options: argparse.Namespace) -> None:
         )
         return [record]
 
-    def measure(protocol: str) -> list[Record]:
+    def measure(protocol: str, out: Path) -> list[Record]:
         match protocol.partition("-"):
             case "linear", _, preset:
-                return evaluate_linear(weights, data, preset=preset, options=quick, listener=log)
+                return evaluate_linear(
+                    weights, data, preset=preset, out=out, options=quick, listener=log
+                )
             case "finetune", _, percent:
                 share = int(percent) / 100
-                return evaluate_finetune(weights, data, fraction=share, options=quick, listener=log)
+                return evaluate_finetune(
+                    weights, data, fraction=share, out=out, options=quick, listener=log
+                )
         if protocol in TRANSFER:
             return transfer(protocol)
         return evaluate_knn(weights, data, options=precise, listener=log)
 
     for name in chosen:
         started = time.perf_counter()
-        records = measure(name)
+        # In a new folder, as a classifier that is found again would tell nothing of the time.
+        with tempfile.TemporaryDirectory() as folder:
+            records = measure(name, Path(folder) / "run")
         seconds = round(time.perf_counter() - started, 1)
         for record in records:
             record.protocol["seconds"] = seconds

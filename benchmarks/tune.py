@@ -31,7 +31,8 @@ from rich.table import Table
 import xmoco
 from recipe import RESULTS
 from xmoco.config import Config
-from xmoco.evaluate.evaluation import EvalOptions, Evaluation, labelled_splits, source_name
+from xmoco.data.sources import source_name
+from xmoco.evaluate.evaluation import EvalOptions, Evaluation, labelled_splits
 from xmoco.evaluate.knn import knn_accuracy
 from xmoco.evaluate.logistic import fit_path
 from xmoco.evaluate.metrics import top_k
