@@ -1,11 +1,12 @@
 # Two commands do everything on a machine that has only Python 3.11+, make and git:
 #   make demo    train XMoCo on the embedded images and compare it with MoCo v2+ (about 4 minutes on two cores)
 #   make test    style, types and tests
+# On a machine with a GPU, make test-gpu runs the tests that need one.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
 
-.PHONY: demo test lock format
+.PHONY: demo test test-gpu lock format
 demo: $(READY)
 	$(BIN)/xmoco demo
 
@@ -14,6 +15,10 @@ test: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2
+
+# What needs CUDA, by .venv's Python or, where there is none, by one that has all packages already.
+test-gpu:
+	PYTHONPATH=src:$$PYTHONPATH $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu_tests.py
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -14,6 +14,16 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is marked ``gpu`` needs CUDA, or Triton's interpreter in its stead."""
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        return
+    for item in items:
+        marker = item.get_closest_marker("gpu")
+        if marker is not None and not marker.kwargs.get("elsewhere", False):
+            item.add_marker(pytest.mark.skip(reason="needs CUDA"))
+
+
 @pytest.fixture(scope="module")
 def benchmarks() -> Iterator[None]:
     """Lets the programs in benchmarks/ be imported, as they import each other."""

@@ -22,7 +22,6 @@ from xmoco.data.decode import EncodedImage, UnreadableImage, decode_rgb
 from xmoco.data.jpeg import LARGEST, MOST_SHRINKING, decode_jpegs, plain_jpeg
 
 CUDA = torch.device("cuda")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 pytestmark = [
     # Pillow warns of broken metadata on its way to an image or an error.
     pytest.mark.filterwarnings("ignore::UserWarning:PIL"),
@@ -221,7 +220,7 @@ def test_want_of_memory_is_no_damage(
         decode_jpegs([plain(encoded(photograph()))], CPU)
 
 
-@needs_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("colour", ["4:4:4", "4:2:2", "4:2:0", None])
 @pytest.mark.parametrize("orientation", [1, 6])
 def test_nvjpeg_is_close_to_pillow(colour: str | None, orientation: int) -> None:
@@ -240,7 +239,7 @@ def test_nvjpeg_is_close_to_pillow(colour: str | None, orientation: int) -> None
     assert (decoded.cpu().float() - expected.float()).abs().mean() < 1.5
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_nvjpeg_and_shrinking_are_close_to_pillow() -> None:
     data = encoded(photograph(3000, 2000), quality=90)
     (decoded,) = decode_jpegs([plain(data, 256)], CUDA)

@@ -39,7 +39,6 @@ from xmoco.data.unreadable import Unreadable
 from xmoco.errors import UserError
 
 CUDA = torch.device("cuda")
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding:DeprecationWarning")
 
 
@@ -335,7 +334,7 @@ def test_parts_of_sets_pass_their_files_on(stand_in: SimpleNamespace, tmp_path: 
 # On a GPU
 
 
-@needs_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("readers", [1, 5])
 def test_batches_on_a_gpu(tmp_path: Path, readers: int) -> None:
     images = opened(write_mixture(tmp_path))
@@ -346,7 +345,7 @@ def test_batches_on_a_gpu(tmp_path: Path, readers: int) -> None:
         assert_alike(one, host, mean=3)  # such small pictures have steep colours
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_resident_batches_on_a_gpu_equal_streamed_ones(tmp_path: Path) -> None:
     images = opened(write_mixture(tmp_path))
     kept = preload(images, CUDA)
@@ -355,7 +354,7 @@ def test_resident_batches_on_a_gpu_equal_streamed_ones(tmp_path: Path) -> None:
     assert_same(list(in_order(kept, 50, CUDA)), list(in_order(images, 50, CUDA)))
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_truncated_and_damaged_files_on_a_gpu(tmp_path: Path) -> None:
     write_mixture(tmp_path, 300, broken=2)
     (tmp_path / "050.img.jpg").write_bytes(damaged())
@@ -365,7 +364,7 @@ def test_truncated_and_damaged_files_on_a_gpu(tmp_path: Path) -> None:
     assert indices == [*range(10), 12, 12, *range(12, 50), *range(51, 300)]
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_the_consumer_never_waits_for_the_device(tmp_path: Path) -> None:
     """While its own stream is busy for long, batches keep coming."""
     for index in range(120):  # all alike: where batches differ, nvJPEG may want other memory
@@ -382,7 +381,7 @@ def test_the_consumer_never_waits_for_the_device(tmp_path: Path) -> None:
             assert not torch.cuda.current_stream().query()
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_batches_stay_whole_while_others_are_decoded(tmp_path: Path) -> None:
     """Memory must not be reused while the consumer's stream still has to read it."""
     images = opened(write_mixture(tmp_path, broken=0))
@@ -412,7 +411,7 @@ class Slow(ImageSet):
         return str(index)
 
 
-@needs_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("busy", [False, True])
 def test_waiting_is_the_devices_not_the_hosts(busy: bool) -> None:
     batches = Batches(Slow(), batch=25, seed=0, device=CUDA, readers=1, preload_gib=0.0)

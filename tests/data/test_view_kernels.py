@@ -36,9 +36,6 @@ ON_CUDA = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if ON_CUDA else "cpu"
 # Triton 3.6's interpreter cannot count loops with numpy 2.4.
 OUT_OF_DATE = triton.__version__ < "3.7" and np.__version__ >= "2.4"
-kernels_run = pytest.mark.skipif(
-    not (ON_CUDA or INTERPRETED), reason="runs in the interpreter's process"
-)
 
 # Neither mean nor deviation, so that tolerances are in shares of the range from black to white.
 RAW = {"mean": (0, 0, 0), "std": (1, 1, 1)}
@@ -96,7 +93,7 @@ def assert_fused_is_plain(images: Tensor, sizes: Tensor, *args: object) -> None:
     assert_close(fused, plain, atol=TOLERANCE, rtol=0)
 
 
-@kernels_run
+@pytest.mark.gpu
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     height=st.integers(1, 60),
@@ -113,7 +110,7 @@ def test_views_of_images_of_all_sizes(
     assert_fused_is_plain(images, whole(images), drawn(views, 2, seed), views)
 
 
-@kernels_run
+@pytest.mark.gpu
 def test_every_order_of_jitter() -> None:
     views = group(AugmentationConfig(jitter=1.0, hue=0.5, blur=0.0), size=8)
     images = photos(24, 10, 12)
@@ -123,7 +120,7 @@ def test_every_order_of_jitter() -> None:
     assert_fused_is_plain(images, whole(images), parameters, views)
 
 
-@kernels_run
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["flip", "jitter", "grey", "invert", "blur"])
 @pytest.mark.parametrize("chance", [0.0, 1.0])
 def test_for_all_or_for_none(name: str, chance: float) -> None:
@@ -132,7 +129,7 @@ def test_for_all_or_for_none(name: str, chance: float) -> None:
     assert_fused_is_plain(images, whole(images), drawn(views, 3), views)
 
 
-@kernels_run
+@pytest.mark.gpu
 @pytest.mark.parametrize("size", [24, 48])
 def test_views_larger_than_a_programmes_share(size: int) -> None:
     views = group(size=size)
@@ -140,7 +137,7 @@ def test_views_larger_than_a_programmes_share(size: int) -> None:
     assert_fused_is_plain(images, whole(images), drawn(views, 3), views)
 
 
-@kernels_run
+@pytest.mark.gpu
 @pytest.mark.parametrize(("kernel", "sigma"), [(1, 0.1), (71, 2.0), (9999, 5.0)])
 def test_blur_up_to_the_widest_kernel(kernel: int, sigma: float) -> None:
     views = group(blur=1.0, blur_kernel=kernel, blur_sigma=(sigma, sigma))
@@ -148,7 +145,7 @@ def test_blur_up_to_the_widest_kernel(kernel: int, sigma: float) -> None:
     assert_fused_is_plain(images, whole(images), drawn(views, 3), views)
 
 
-@kernels_run
+@pytest.mark.gpu
 def test_what_lies_beyond_an_image_is_never_seen() -> None:
     images = photos(4, 13, 17)
     parameters = drawn(BUSY, 4)
@@ -159,7 +156,7 @@ def test_what_lies_beyond_an_image_is_never_seen() -> None:
     assert_fused_is_plain(canvas, whole(images), parameters, BUSY)
 
 
-@kernels_run
+@pytest.mark.gpu
 def test_images_that_do_not_lie_one_after_the_other() -> None:
     strip = photos(3, 12, 40)
     images = strip[:, :, :, 5:17]
@@ -169,7 +166,7 @@ def test_images_that_do_not_lie_one_after_the_other() -> None:
     assert torch.equal(part, copy)
 
 
-@kernels_run
+@pytest.mark.gpu
 def test_two_views_of_every_image_at_once() -> None:
     images = photos(5, 20, 14)
     parts = [drawn(BUSY, 5, view=view) for view in (0, 1)]
@@ -178,7 +175,7 @@ def test_two_views_of_every_image_at_once() -> None:
         assert torch.equal(one, render_fused(images.to(DEVICE), whole(images), part, BUSY))
 
 
-@kernels_run
+@pytest.mark.gpu
 def test_in_bfloat16_only_the_result_is_rounded() -> None:
     images = photos(4, 20, 14)
     arguments = (images.to(DEVICE), whole(images), drawn(BUSY, 4), BUSY)
@@ -188,7 +185,8 @@ def test_in_bfloat16_only_the_result_is_rounded() -> None:
     assert_close(rounded.float(), exact, atol=1e-6, rtol=2.0 ** (-7 if INTERPRETED else -8))
 
 
-@pytest.mark.skipif(not ON_CUDA, reason="needs CUDA")
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="takes the interpreter too long")
 def test_photographs_on_cuda() -> None:
     views = group(AugmentationConfig(), size=224)
     canvas = photos(16, 375, 500)
@@ -196,7 +194,8 @@ def test_photographs_on_cuda() -> None:
     assert_fused_is_plain(canvas, sizes, drawn(views, 16), views)
 
 
-@pytest.mark.skipif(not ON_CUDA, reason="needs CUDA")
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="takes the interpreter too long")
 def test_cuda_takes_the_kernels() -> None:
     images = photos(4, 20, 14).cuda()
     arguments = (images, whole(images), drawn(BUSY, 4), BUSY)

@@ -367,7 +367,7 @@ def test_counts_must_agree(sizes: int, rows: int) -> None:
         render(images, whole(images)[:sizes], drawn(BUSY, rows), BUSY)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 def test_on_cuda_it_is_the_same_and_never_waits() -> None:
     images = photos(64, 70, 60)
     parameters = drawn(BUSY, 64)

@@ -94,7 +94,7 @@ def test_many_features_live_in_host_memory() -> None:
     assert home(1_281_167, 2048, CPU) == CPU
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 @pytest.mark.parametrize("on_device", [0, 2**30])
 def test_on_cuda_features_are_the_same_wherever_they_live(
     monkeypatch: pytest.MonkeyPatch, on_device: int

@@ -170,7 +170,7 @@ def test_autocast_does_not_blur_similarities() -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("resident", [False, True])
 def test_on_cuda_a_streamed_bank_gives_the_same(alone: bool, resident: bool) -> None:
@@ -189,7 +189,7 @@ def test_on_cuda_a_streamed_bank_gives_the_same(alone: bool, resident: bool) -> 
     assert accuracy == expected
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 def test_on_cuda_memory_does_not_grow_with_the_bank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(knn, "BANK_AT_ONCE", 4096)
     queries = torch.randn(2048, 512)

@@ -31,9 +31,6 @@ from xmoco.nn.heads import mlp_head
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if CUDA else "cpu"
-runs_kernels = pytest.mark.skipif(
-    not (CUDA or INTERPRETED), reason="test_through_the_interpreter runs it"
-)
 
 
 @pytest.mark.skipif(CUDA or INTERPRETED, reason="the other tests run here")
@@ -175,7 +172,7 @@ def assert_agrees(
             )
 
 
-@runs_kernels
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "case",
     [
@@ -196,7 +193,7 @@ def test_it_equals_torch_on_every_group(case: Case, fused_norm: ModuleType) -> N
     assert_agrees(case, fused_norm.fused_batch_norm)
 
 
-@runs_kernels
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "case",
     [
@@ -209,7 +206,7 @@ def test_tiles_of_full_size(case: Case, fused_norm: ModuleType) -> None:
     assert_agrees(case, fused_norm.fused_batch_norm)
 
 
-@runs_kernels
+@pytest.mark.gpu
 @pytest.mark.usefixtures("small_tiles")
 def test_bfloat16_is_rounded_only_at_the_end(fused_norm: ModuleType) -> None:
     """The interpreter cuts digits off where a GPU rounds."""
@@ -217,7 +214,7 @@ def test_bfloat16_is_rounded_only_at_the_end(fused_norm: ModuleType) -> None:
     assert_agrees(case, fused_norm.fused_batch_norm, rtol=2**-7 if INTERPRETED else 2**-8)
 
 
-@runs_kernels
+@pytest.mark.gpu
 @pytest.mark.usefixtures("small_tiles")
 def test_a_mean_far_from_zero_does_not_spoil_the_variance(fused_norm: ModuleType) -> None:
     """In float32, E[x²] − E[x]² would have no correct digit left here."""
@@ -225,7 +222,7 @@ def test_a_mean_far_from_zero_does_not_spoil_the_variance(fused_norm: ModuleType
     assert_agrees(case, fused_norm.fused_batch_norm, rtol=2e-3, atol=2e-3)
 
 
-@runs_kernels
+@pytest.mark.gpu
 @pytest.mark.usefixtures("small_tiles")
 def test_it_takes_any_memory_format(fused_norm: ModuleType) -> None:
     """Channels first, and a gradient that is one number expanded."""
@@ -248,7 +245,7 @@ def test_it_takes_any_memory_format(fused_norm: ModuleType) -> None:
     assert torch.equal(*gradients)
 
 
-@runs_kernels
+@pytest.mark.gpu
 def test_what_is_not_a_number_is_not_hidden(fused_norm: ModuleType) -> None:
     case = Case((4, 2, 2, 2), relu=True, offset=float("nan"))
     result = found(case, fused_norm.fused_batch_norm)["result"]
@@ -256,7 +253,7 @@ def test_what_is_not_a_number_is_not_hidden(fused_norm: ModuleType) -> None:
     assert result.isnan().all()
 
 
-@runs_kernels
+@pytest.mark.gpu
 @pytest.mark.usefixtures("small_tiles")
 def test_torch_accepts_the_operations(fused_norm: ModuleType) -> None:
     """Schema, mutations, fake tensors and gradients, as torch.compile relies on them."""
@@ -299,7 +296,7 @@ def learn(encoder: Encoder, bf16: bool = False) -> dict[str, Tensor]:
     return {name: value.double() for name, value in learnt.items()}
 
 
-@runs_kernels
+@pytest.mark.gpu
 @pytest.mark.parametrize("block", [BasicBlock, Bottleneck])
 @pytest.mark.usefixtures("always_fused")
 def test_a_network_learns_the_same(block: type[BasicBlock | Bottleneck]) -> None:
@@ -310,7 +307,7 @@ def test_a_network_learns_the_same(block: type[BasicBlock | Bottleneck]) -> None
         assert error < 1e-3, name
 
 
-@runs_kernels
+@pytest.mark.gpu
 @pytest.mark.usefixtures("always_fused")
 def test_a_network_in_bfloat16_errs_no_more() -> None:
     """Than the plain one does, which rounds between norm, addition and ReLU."""
@@ -325,7 +322,7 @@ def test_a_network_in_bfloat16_errs_no_more() -> None:
     assert error(fused_values) < 1.5 * error(plain_values)
 
 
-@runs_kernels
+@pytest.mark.gpu
 @pytest.mark.usefixtures("always_fused")
 def test_it_compiles_whole() -> None:
     torch.manual_seed(0)

@@ -16,8 +16,6 @@ from xmoco.task import StepOutput
 from xmoco.train.optimizers import build_optimizer
 from xmoco.train.step import WARM_UP, GraphedStepper, Stepper, build_stepper
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
 
 @pytest.fixture(autouse=True)
 def repeatable() -> Iterator[None]:
@@ -91,7 +89,7 @@ def test_graphs_are_for_one_gpu() -> None:
     assert type(chosen) is Stepper
 
 
-@needs_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("parts", "capturable", "kind"),
     [(1, True, GraphedStepper), (2, True, Stepper), (1, False, Stepper)],
@@ -105,7 +103,7 @@ def test_graphs_are_for_tasks_that_may_be_recorded(
     assert type(chosen) is kind
 
 
-@needs_cuda
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_a_graph_takes_the_same_course(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses, weights, banks and momentum, over steps before, at and after the recording."""
@@ -132,7 +130,7 @@ def test_a_graph_takes_the_same_course(precision: str, monkeypatch: pytest.Monke
             assert_close(graphed.task.state_dict()[name], value, **tolerance)
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_a_slow_gpu_needs_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xmoco.train.step.HOST_SHARE", 1e9)
     stepper = built(GraphedStepper, "cuda")
@@ -141,7 +139,7 @@ def test_a_slow_gpu_needs_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "never short of work" in stepper.news[0]
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_a_graph_waits_for_a_step_that_does_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xmoco.train.step.HOST_SHARE", 0.0)
     stepper = built(GraphedStepper, "cuda")
@@ -151,7 +149,7 @@ def test_a_graph_waits_for_a_step_that_does_not_measure(monkeypatch: pytest.Monk
     assert stepper.graph is not None
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_a_graph_needs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xmoco.train.step.HOST_SHARE", 0.0)
     monkeypatch.setattr("xmoco.train.step._free_memory", lambda: 1000)
@@ -161,7 +159,7 @@ def test_a_graph_needs_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "too little memory" in stepper.news[0]
 
 
-@needs_cuda
+@pytest.mark.gpu
 def test_a_graph_that_cannot_be_recorded_is_said_and_done_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
