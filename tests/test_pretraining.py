@@ -1,6 +1,7 @@
 """Whole runs through the command line and from Python: what they leave behind, and that it fits."""
 
 import json
+import math
 import re
 import tarfile
 from collections.abc import Iterator
@@ -33,8 +34,8 @@ from xmoco.evaluate.features import backbone_features
 from xmoco.nn.backbones import build_backbone
 from xmoco.train.run_folder import RunFolder
 
-GAUGES = {"feature_spread", "effective_rank", "positive_probability", "consistency_gap"}
-PACE = {"learning_rate", "images_per_second", "waiting", "bank_fill"}
+METRICS = {"feature_spread", "effective_rank", "positive_probability", "consistency_gap"}
+PACE = {"learning_rate", "images_per_second", "waiting", "fill/bank"}
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +92,8 @@ def test_a_run_says_what_it_does_and_where_its_results_are(
         "labels are used by the kNN monitor only",
         "0.0675 × 16/256 = 0.00421875",
         "batch norm: plain",
-        "random views of 16 px\n",
+        "XMoCo on tiny, ",
+        "random views of an image: 2 of 16 px\n",
         "step 16/16",
         "chance 4.174",  # ln(64 + 1)
         f"weights  {run / 'backbone.safetensors'}",
@@ -104,10 +106,12 @@ def test_a_run_says_what_it_does_and_where_its_results_are(
     environment = json.loads((run / "environment.json").read_text())
     assert environment["device"] == "cpu"
     assert environment["batch_norm"] == "plain"
+    assert environment["method"]["title"] == "XMoCo"
+    assert environment["method"]["reference_levels"] == {"chance": pytest.approx(math.log(65))}
     assert {"started", "commit", "versions", "machine", "processes"} <= environment.keys()
 
 
-def test_metrics_have_terms_pace_and_gauges(finished: tuple[Path, Outcome]) -> None:
+def test_values_have_terms_pace_and_metrics(finished: tuple[Path, Outcome]) -> None:
     run, _ = finished
     assert logged_steps(run) == [4, 8, 12, 16]
     terms = [
@@ -117,10 +121,10 @@ def test_metrics_have_terms_pace_and_gauges(finished: tuple[Path, Outcome]) -> N
         if "values" not in line:
             continue
         values = line["values"]
-        assert {"loss"} | PACE | GAUGES | {"label_entropy"} <= values.keys()
+        assert {"loss"} | PACE | METRICS | {"label_entropy"} <= values.keys()
         total = sum(values[f"loss/{term}"] for term in terms)
         assert values["loss"] == pytest.approx(total, rel=1e-5)
-        assert values["bank_fill"] == min(1, line["step"] * 16 / 64)
+        assert values["fill/bank"] == min(1, line["step"] * 16 / 64)
         assert values["images_per_second"] > 0
         assert 0 <= values["waiting"] <= 1
         assert line["epoch"] == line["step"] / 8
@@ -167,7 +171,7 @@ def test_tensorboard_can_read_the_events(finished: tuple[Path, Outcome]) -> None
 
 def test_the_backbone_is_the_trained_one(finished: tuple[Path, Outcome], images: Path) -> None:
     run, _ = finished
-    state = torch.load(checkpoints(run)[-1], weights_only=True)["method"]
+    state = torch.load(checkpoints(run)[-1], weights_only=True)["task"]
     trained = build_backbone("tiny", "cifar")
     start = "encoder.backbone."
     trained.load_state_dict(
@@ -181,8 +185,8 @@ def test_the_backbone_is_the_trained_one(finished: tuple[Path, Outcome], images:
         loaded = xmoco.load_backbone(where)
         assert not loaded.training
         assert torch.equal(
-            backbone_features(loaded, pictures, config.views, device).vectors,
-            backbone_features(trained, pictures, config.views, device).vectors,
+            backbone_features(loaded, pictures, config.input, device).vectors,
+            backbone_features(trained, pictures, config.input, device).vectors,
         )
     untrained = build_backbone("tiny", "cifar").state_dict()
     assert not torch.equal(loaded.conv1.weight, untrained["conv1.weight"])
@@ -194,7 +198,7 @@ def test_weights_load_into_torchvision_by_hand(tmp_path: Path) -> None:
     recipe = write_recipe(
         tmp_path / "resnet18.yaml",
         few,
-        views={"size": 32},
+        input={"size": 32},
         model={"backbone": "resnet18", "stem": "imagenet"},
         train={"epochs": 1},
     )
@@ -212,11 +216,11 @@ def test_weights_load_into_torchvision_by_hand(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick")
 def test_the_size_to_be_judged_at_goes_from_the_recipe_into_the_weights(tmp_path: Path) -> None:
     few = make_images(tmp_path / "few", each=8)
-    views = {"size": 16, "eval_size": 24, "blur": 0.0}
-    recipe = write_recipe(tmp_path / "two.yaml", few, views=views, train={"epochs": 1})
+    sizes = {"size": 16, "eval_size": 24}
+    recipe = write_recipe(tmp_path / "two.yaml", few, input=sizes, train={"epochs": 1})
     result = xmoco.pretrain(recipe, out=tmp_path / "run")
     log = (result.folder / "train.log").read_text()
-    assert "random views of 16 px, judged by central ones of 24 px\n" in log
+    assert "random views of an image: 2 of 16 px, judged by central ones of 24 px\n" in log
     records = [line for line in metrics(result.folder) if "measure" in line]
     assert {record["protocol"]["size"] for record in records} == {24}
     (judged,) = xmoco.evaluate_knn(result.folder, few, ks=(records[-1]["protocol"]["k"],))
@@ -341,9 +345,9 @@ def test_accumulation_and_the_second_method(recipe: Path, tmp_path: Path) -> Non
         "loss/source",
         "loss/target",
     }
-    assert values.keys() >= GAUGES
+    assert values.keys() >= METRICS
     # Parts of a step enter the banks one by one: 8 steps of 2 parts of 8 images.
-    state = torch.load(checkpoints(run)[-1], weights_only=True)["method"]
+    state = torch.load(checkpoints(run)[-1], weights_only=True)["task"]
     assert state["loss.banks._extra_state"] == 128
 
 

@@ -3,7 +3,7 @@
 import itertools
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,8 +175,9 @@ def _run(
         bank = at_most(batches.images, config.monitor.knn_images)
         monitor = Monitor(config, work_name(config), bank, kept, fabric.device)
         if first:
+            before = run.environment()
             _open_books(training, method, here, broken, resume)
-            for line in _introduction(here, training, method, images, resumed):
+            for line in _introduction(here, training, method, images, resumed, before):
                 console.print(line, markup=False, highlight=False, soft_wrap=True)
                 run.log(line)
         if not training.finished:
@@ -325,9 +326,14 @@ def _start_from(weights: str | Path, config: Config, backbone: nn.Module) -> Non
 
 
 def _introduction(
-    config: Config, training: Training, method: Method, images: ImageSet, resumed: bool
+    config: Config,
+    training: Training,
+    method: Method,
+    images: ImageSet,
+    resumed: bool,
+    before: Mapping[str, Any],
 ) -> Iterator[str]:
-    """What a person wants to know before waiting."""
+    """What a person wants to know before waiting; ``before`` is the last session's environment."""
     train, fabric = config.train, training.fabric
     millions = sum(p.numel() for p in method.encoder.parameters()) / 1e6
     labels = "no labels" if images.classes is None else f"{len(images.classes)} classes"
@@ -339,7 +345,7 @@ def _introduction(
         f"{fabric.world_size} × {fabric.device.type}, batch {train.batch}, learning rate "
         f"{config.optim.learning_rate:g} × {train.batch}/256 = {peak_rate(config):g}"
     )
-    yield f"batch norm: {describe_batch_norm(config.model)}"
+    yield f"batch norm: {describe_batch_norm(config.model)}{_other_norm(config.model, before)}"
     central = config.input.eval_size
     judged = f", judged by central ones of {central} px" if central else ""
     shown = " and ".join(f"{group.count} of {group.input.size} px" for group in method.views)
@@ -356,6 +362,14 @@ def _introduction(
         epoch = training.step / training.steps_per_epoch
         yield f"going on after step {training.step} (epoch {epoch:.1f})"
     yield f"run folder: {training.run.path}"
+
+
+def _other_norm(model: ModelConfig, before: Mapping[str, Any]) -> str:
+    """What ``auto`` meant in the last session, where that was something else."""
+    was = before.get("batch_norm", model.batch_norm)
+    if was == model.batch_norm:
+        return ""
+    return f" ({was} before, on {before['processes']} × {torch.device(before['device']).type})"
 
 
 def _finish(config: Config, training: Training, method: Method, monitor: Monitor) -> RunResult:

@@ -119,6 +119,14 @@ class RunFolder:
     def config(self) -> Config:
         return read_config(self.path / "config.yaml")
 
+    def environment(self) -> dict[str, Any]:
+        """What the last session wrote about itself; nothing if it did not get that far."""
+        try:
+            content: dict[str, Any] = json.loads((self.path / "environment.json").read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return content
+
     def write_environment(self, **facts: Any) -> None:
         content = {
             "started": now(),
