@@ -63,13 +63,16 @@ def play(kind: str, rank: int, world: int) -> dict[str, Any]:
 
 
 def contrast_views(rank: int, world: int) -> dict[str, Tensor]:
-    """NT-Xent of this process's share of a batch, and its views' gradients."""
+    """NT-Xent of this process's share of a batch; the gradients of its views and of an encoder."""
     share = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
-    views = batches()[0][:2, share].clone().requires_grad_()
+    views, images = batches()[0][:2, share].clone(), batches()[1][:2, share]
+    encoder = torch.linspace(-1, 1, D * D, dtype=torch.float64).sin().view(D, D).requires_grad_()
+    views.requires_grad_()
     loss = nt_xent(*views, 0.5)
-    loss.backward()
+    (loss + nt_xent(*F.normalize(images @ encoder, dim=2), 0.5)).backward()
     assert views.grad is not None
-    return {"loss": loss.detach(), "gradients": views.grad}
+    assert encoder.grad is not None
+    return {"loss": loss.detach(), "gradients": views.grad, "encoder": encoder.grad}
 
 
 def balance_codes(rank: int, world: int) -> dict[str, Tensor]:
@@ -160,6 +163,7 @@ def test_views_meet_those_of_both_and_gradients_flow_back_to_both(
     assert_close((first["loss"] + second["loss"]) / 2, expected["loss"], rtol=0, atol=1e-12)
     gradients = torch.cat([first["gradients"], second["gradients"]], dim=1) / 2
     assert_close(gradients, expected["gradients"], rtol=0, atol=1e-12)
+    assert_close((first["encoder"] + second["encoder"]) / 2, expected["encoder"])
 
 
 @pytest.mark.parametrize("queue", ["alone", "idle", "queue"])
