@@ -16,14 +16,21 @@ import torchvision.models
 import yaml
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torchvision.models.resnet import Bottleneck, ResNet
+from torchvision.models.resnet import ResNet
 
-from helpers import assert_done, assert_refused, fingerprint, run_cli
-from xmoco.config import Backbone
+from helpers import (
+    assert_done,
+    assert_refused,
+    fingerprint,
+    make_images,
+    no_pictures,
+    run_cli,
+)
 from xmoco.errors import UserError
 from xmoco.export import export, exporting, how_to_load, to_timm
-from xmoco.nn.backbones import BUILDERS, ScaledResNet, build_backbone
-from xmoco.nn.weights import BackboneCard, load_backbone, save_backbone
+from xmoco.nn.architectures import BACKBONES, TimmModel
+from xmoco.nn.backbones import build_backbone
+from xmoco.nn.weights import BackboneCard, load_backbone, read_card, save_backbone
 
 CARD = BackboneCard(
     backbone="resnet18",
@@ -37,9 +44,9 @@ CARD = BackboneCard(
 )
 
 
-def save_lively(folder: Path, name: Backbone, stem: str = "imagenet") -> Path:
+def save_lively(folder: Path, name: str, stem: str = "imagenet") -> Path:
     """A run folder's weights, with batch norms whose every number matters."""
-    backbone = build_backbone(name, stem)
+    backbone = build_backbone(name, stem, CARD.size)
     for module in backbone.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.uniform_(module.weight, 0.5, 1.5)
@@ -76,10 +83,9 @@ def tiny(folder: Path) -> Path:
 @pytest.fixture
 def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """resnet50w2, but an eighth of the width, in xmoco and in timm."""
-    monkeypatch.setitem(
-        BUILDERS, "resnet50w2", lambda: ScaledResNet(Bottleneck, [3, 4, 6, 3], width=16)
-    )
-    monkeypatch.setitem(to_timm.WIDE["resnet50w2"], "width_factor", 0.25)
+    timm = TimmModel("resnetv2_50", {"preact": False, "width_factor": 0.25})
+    narrow = replace(BACKBONES["resnet50w2"], width=16, timm=timm)
+    monkeypatch.setitem(BACKBONES, "resnet50w2", narrow)
     return save_lively(tmp_path / "wide", "resnet50w2")
 
 
@@ -144,17 +150,91 @@ def test_timm(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["resnet50w2", "resnet50w4"])
-def test_timm_makes_the_wide_resnets_with_the_arguments_named(name: Backbone) -> None:
+def test_timm_makes_the_wide_resnets_with_the_arguments_named(name: str) -> None:
     """Shapes only: the largest has 1.5 GB of weights."""
     import timm
 
     with torch.device("meta"):
         ours = build_backbone(name).state_dict()
-        theirs = timm.create_model("resnetv2_50", num_classes=0, **to_timm.WIDE[name]).state_dict()
+        theirs = timm.create_model(
+            "resnetv2_50", num_classes=0, **BACKBONES[name].timm.arguments
+        ).state_dict()
     renamed = to_timm.renamed(ours, to_timm.RESNETV2_NAMES)
     assert {key: value.shape for key, value in renamed.items()} == {
         key: value.shape for key, value in theirs.items()
     }
+
+
+# Models of timm
+
+
+TIMM_MODELS = ["test_convnext", "test_vit", "test_efficientnet"]
+
+
+@pytest.fixture(scope="module", params=TIMM_MODELS)
+def timm_weights(request: pytest.FixtureRequest, folder: Path) -> Path:
+    return save_lively(folder / request.param, f"timm:{request.param}")
+
+
+def test_models_of_timm_go_back_to_timm(timm_weights: Path, tmp_path: Path) -> None:
+    path = export(timm_weights, "timm", tmp_path / "model.pth")
+    advice = how_to_load(timm_weights, "timm", path)
+    sized = ", img_size=32, dynamic_img_size=True" if "vit" in timm_weights.name else ""
+    assert f"{timm_weights.name!r}, num_classes=0, checkpoint_path={str(path)!r}{sized}\n" in advice
+    for side in (32, 64):
+        assert_same_features(follow(advice).eval(), timm_weights, side)
+
+
+def test_models_of_timm_go_to_onnx(timm_weights: Path, tmp_path: Path) -> None:
+    path = export(timm_weights, "onnx", tmp_path / "model.onnx")
+    session, images = follow(how_to_load(timm_weights, "onnx", path)), random_images(7)
+    (found,) = session.run(None, {"images": images.numpy()})
+    with torch.no_grad():
+        expected = load_backbone(timm_weights)(images)
+    assert_close(torch.from_numpy(found), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(("to", "program"), [("torchvision", "torchvision"), ("detectron2", "Det")])
+def test_models_of_timm_go_nowhere_else(timm_weights: Path, to: str, program: str) -> None:
+    before = fingerprint(timm_weights)
+    outcome = run_cli("export", timm_weights, "--to", to)
+    assert_refused(outcome, f"has no timm:{timm_weights.name}: export this one to timm or onnx")
+    assert program in outcome.stderr
+    assert fingerprint(timm_weights) == before
+
+
+# From images to a file for timm
+
+
+@pytest.mark.parametrize(("name", "method"), [("test_convnext", "xmoco"), ("test_vit", "byol")])
+def test_a_model_of_timm_from_images_to_timm(name: str, method: str, tmp_path: Path) -> None:
+    """Trained, judged while it is trained and after, started from, exported: by commands."""
+    images, run = make_images(tmp_path / "images", each=16, side=32), tmp_path / "run"
+    changes = [
+        *(f"backbone=timm:{name}", f"method={method}", "stem=imagenet", "size=32", "epochs=1"),
+        *("batch=16", "head_layers=2", "head_hidden=32", "device=cpu", "readers=1", "knn_k=5"),
+        *(["bank_length=64"] if method == "xmoco" else ["predictor_hidden=32"]),
+    ]
+    command = ["pretrain", "--recipe", "demo", "--data", images, *changes]
+    with no_pictures():
+        outcome = run_cli(*command, "--out", run)
+        assert_done(outcome)
+        assert f"timm:{name}" in outcome.stdout
+        again = run_cli(*command, "--weights", run, "--out", tmp_path / "again")
+        assert_done(again)
+    assert read_card(run)[0].backbone == f"timm:{name}"
+    for size in ("32", "64"):
+        knn = ("evaluate", "knn", run, images, "--k", "5", "--device", "cpu", "--size", size)
+        assert_done(run_cli(*knn))
+    path = tmp_path / "model.pth"
+    assert_done(run_cli("export", run, "--to", "timm", "--out", path))
+    assert_same_features(follow(how_to_load(run, "timm", path)).eval(), run)
+
+    (run / "backbone.safetensors").unlink()  # as if it were not finished
+    assert_done(run_cli(*knn))
+    beside = run / "checkpoints" / "step-000000004.timm.pth"
+    assert_done(run_cli("export", run, "--to", "timm"))
+    assert_same_features(follow(how_to_load(run, "timm", beside)).eval(), run)
 
 
 # Detectron2
@@ -237,9 +317,7 @@ def test_detectron2(
         ("resnet50w4", (50, 256, 1024, 256)),
     ],
 )
-def test_detectron2_configuration(
-    backbone: Backbone, resnets: tuple[int, ...], tmp_path: Path
-) -> None:
+def test_detectron2_configuration(backbone: str, resnets: tuple[int, ...], tmp_path: Path) -> None:
     path = tmp_path / "backbone.safetensors"
     save_backbone(build_backbone("tiny"), replace(CARD, backbone=backbone), path)
     advice = yaml.safe_load(how_to_load(path, "detectron2", "model.pkl"))

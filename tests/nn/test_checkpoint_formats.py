@@ -1,6 +1,6 @@
-"""Other people's weights: every layout there and back, and every way they can be wrong.
+"""Other people's weights: every format there and back, and every way they can be wrong.
 
-A checkpoint of each layout is made here from modules that are put together as the project in
+A checkpoint of each format is made here from modules that are put together as the project in
 question puts them together, and saved as it saves them. The features of the loaded backbone must
 be those of the original modules.
 """
@@ -27,19 +27,23 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.testing import assert_close
-from torchvision.models.resnet import BasicBlock, ResNet
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 import xmoco
 from xmoco.errors import UserError
+from xmoco.nn.architectures import timm_models
 from xmoco.nn.backbones import ScaledResNet, build_backbone
 from xmoco.nn.checkpoint_formats import (
     ARCHITECTURES,
     FORMATS,
+    IMAGENET,
     _architecture,
+    _backbone_names,
     find_backbone,
     flat_tensors,
 )
 from xmoco.nn.weights import load_backbone, load_weights, read_card
+from xmoco.settings import load_config
 
 IMAGES = torch.randn(3, 3, 40, 40, generator=torch.Generator().manual_seed(0))
 Checkpoint = dict[str, Any]
@@ -244,6 +248,74 @@ def solo_before(network: ResNet) -> Checkpoint:
     return lightning(whole)
 
 
+def vissl(network: ResNet) -> Checkpoint:
+    """Its trunk keeps the parts of torchvision's ResNet in a dictionary of modules."""
+    parts = {
+        "conv1": network.conv1,
+        "bn1": network.bn1,
+        "conv1_relu": network.relu,
+        "maxpool": network.maxpool,
+        **{f"layer{n}": getattr(network, f"layer{n}") for n in (1, 2, 3, 4)},
+        "avgpool": network.avgpool,
+        "flatten": nn.Flatten(1),
+    }
+    trunk = model(_feature_blocks=nn.ModuleDict(parts))
+    base_model = {
+        "model": {"trunk": trunk.state_dict(), "heads": {"0.clf.0.weight": torch.ones(2)}}
+    }
+    return {
+        "phase_idx": 200,
+        "iteration": 1000,
+        "loss": {"queue": torch.zeros(2, 3)},
+        "classy_state_dict": {
+            "train": True,
+            "base_model": base_model,
+            "optimizer": optimizer(),
+            "loss": {"queue": torch.zeros(2, 3)},
+        },
+        "type": "consolidated",
+    }
+
+
+class HuggingFaceConv(nn.Module):
+    """A convolution with its norm, under the names of transformers."""
+
+    def __init__(self, convolution: nn.Module, normalization: nn.Module) -> None:
+        super().__init__()
+        self.convolution, self.normalization = convolution, normalization
+
+
+def hugging_face_block(block: BasicBlock | Bottleneck) -> nn.Module:
+    layers = [HuggingFaceConv(block.conv1, block.bn1), HuggingFaceConv(block.conv2, block.bn2)]
+    if isinstance(block, Bottleneck):
+        layers.append(HuggingFaceConv(block.conv3, block.bn3))
+    shortcut = HuggingFaceConv(*block.downsample) if block.downsample else nn.Identity()
+    return model(shortcut=shortcut, layer=nn.Sequential(*layers))
+
+
+def hugging_face_model(network: ResNet) -> nn.Module:
+    """ResNetModel of transformers, as far as names go."""
+    stages = [network.layer1, network.layer2, network.layer3, network.layer4]
+    blocks = [nn.Sequential(*map(hugging_face_block, stage)) for stage in stages]
+    return model(
+        embedder=model(
+            embedder=HuggingFaceConv(network.conv1, network.bn1), pooler=network.maxpool
+        ),
+        encoder=model(stages=nn.ModuleList([model(layers=layers) for layers in blocks])),
+        pooler=network.avgpool,
+    )
+
+
+def hugging_face(network: ResNet) -> Checkpoint:
+    """ResNetForImageClassification of transformers."""
+    classifier = nn.Sequential(nn.Flatten(), nn.Linear(128, 10))
+    return dict(model(resnet=hugging_face_model(network), classifier=classifier).state_dict())
+
+
+def hugging_face_bare(network: ResNet) -> Checkpoint:
+    return dict(hugging_face_model(network).state_dict())
+
+
 def plain(network: ResNet) -> Checkpoint:
     return dict(with_head(network, nn.Linear(128, 1000)).state_dict())
 
@@ -279,34 +351,92 @@ MAKERS: dict[Callable[[ResNet], Checkpoint], tuple[str, set[str]]] = {
         {"classifier", "projector", "momentum_backbone", "momentum_projector", "queue"},
     ),
     solo_before: ("solo-learn", {"classifier", "predictor"}),
+    vissl: (
+        "vissl",
+        {
+            "loss",
+            "classy_state_dict.base_model.model.heads",
+            "classy_state_dict.optimizer",
+            "classy_state_dict.loss",
+        },
+    ),
+    hugging_face: ("huggingface", {"classifier"}),
+    hugging_face_bare: ("huggingface", set()),
     plain: ("torchvision", {"fc"}),
 }
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
-def test_every_layout(tmp_path: Path, make: Callable[[ResNet], Checkpoint]) -> None:
+def test_every_format(tmp_path: Path, make: Callable[[ResNet], Checkpoint]) -> None:
     network = some_resnet()
     path = tmp_path / "weights.pth.tar"
     torch.save(make(network), path)
-    layout, dropped = MAKERS[make]
+    whose, dropped = MAKERS[make]
     loaded = load_weights(path)
     assert not loaded.backbone.training
     with torch.no_grad():
         assert_close(loaded.backbone(IMAGES), network(IMAGES), rtol=0, atol=0)
-    assert loaded.report.layout == layout
+    assert loaded.report.format == whose
     assert set(loaded.report.dropped) == dropped
     assert loaded.report.loaded == len(network.state_dict())
     assert loaded.report.missing == ()
+    assert loaded.report.labelled == (make in (plain, hugging_face))
     card, where = read_card(path)
     assert where == path
     assert card == loaded.card
     assert (card.backbone, card.stem, card.size) == ("tiny", "imagenet", 224)
     assert (card.mean, card.std) == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-    assert card.method == ("weights" if make is plain else f"{layout} (weights)")
+    assert card.method == ("weights" if make is plain else f"{whose} (weights)")
 
 
-def test_every_layout_is_tested() -> None:
-    assert {name for name, _ in MAKERS.values()} == {layout.name for layout in FORMATS}
+def test_every_format_is_tested() -> None:
+    assert {name for name, _ in MAKERS.values()} == {row.name for row in FORMATS}
+
+
+@pytest.mark.parametrize("make", [hugging_face_bare, vissl])
+def test_bottlenecks_under_names_of_others(make: Callable[[ResNet], Checkpoint]) -> None:
+    """Three layers in a block, several blocks in a stage, a shortcut in every first one."""
+    with torch.device("meta"):
+        network = build_backbone("resnet50")
+        assert isinstance(network, ResNet)
+        names = _backbone_names(flat_tensors(make(network)), _prefix_of(make))
+    assert sorted(names.values()) == sorted(network.state_dict())
+
+
+def _prefix_of(make: Callable[[ResNet], Checkpoint]) -> str:
+    return next(row.prefix for row in FORMATS[::-1] if row.name == MAKERS[make][0])
+
+
+@pytest.mark.parametrize("cut", [lambda network: network, listed], ids=["whole", "listed"])
+@pytest.mark.parametrize("prefix", ["my.", "a.b.c.", "0."])
+def test_a_single_resnet_under_any_prefix(
+    tmp_path: Path, prefix: str, cut: Callable[[ResNet], nn.Module]
+) -> None:
+    network = some_resnet()
+    tensors = {f"{prefix}{k}": v for k, v in cut(network).state_dict().items()}
+    torch.save(tensors | {"head.weight": torch.zeros(2, 2)}, tmp_path / "weights.pth")
+    loaded = load_weights(tmp_path / "weights.pth")
+    with torch.no_grad():
+        assert_close(loaded.backbone(IMAGES), network(IMAGES), rtol=0, atol=0)
+    assert loaded.report.format == f"torchvision under {prefix}"
+    assert loaded.report.dropped == ("head",)
+    assert not loaded.report.labelled
+    assert loaded.card.method == f"torchvision under {prefix} (weights)"
+
+
+def test_a_classifier_under_a_prefix_was_trained_with_labels(tmp_path: Path) -> None:
+    torch.save({f"my.{k}": v for k, v in plain(some_resnet()).items()}, tmp_path / "weights.pth")
+    assert load_weights(tmp_path / "weights.pth").report.labelled
+    assert not load_weights(tmp_path / "weights.pth", labelled=False).report.labelled
+
+
+@pytest.mark.parametrize("labelled", [None, True, False])
+def test_who_knows_better_says_whether_there_were_labels(
+    tmp_path: Path, labelled: bool | None
+) -> None:
+    torch.save(plain(some_resnet()), tmp_path / "weights.pth")
+    report = load_weights(tmp_path / "weights.pth", labelled=labelled).report
+    assert report.labelled == (labelled is not False)
 
 
 @pytest.mark.parametrize("ending", [".pth", ".pt", ".ckpt", ".safetensors", ".PTH", ".pkl", ""])
@@ -358,6 +488,30 @@ def test_cifar_stem(tmp_path: Path) -> None:
         assert_close(loaded.backbone(IMAGES), network(IMAGES), rtol=0, atol=0)
 
 
+def test_mean_and_std_of_a_cifar_stem_are_a_guess(tmp_path: Path) -> None:
+    """The recipe's for CIFAR-10, but of lightly those that its benchmarks have."""
+    path = tmp_path / "weights.pth"
+    torch.save(mocov2(some_resnet("cifar")), path)
+    loaded, recipe = load_weights(path), load_config("cifar10").input
+    assert (loaded.card.mean, loaded.card.std) == (recipe.mean, recipe.std)
+    assert str(loaded.report).endswith("; mean and std are a guess: CIFAR-10's")
+    torch.save(lightly_listed(some_resnet("cifar")), path)
+    loaded = load_weights(path)
+    assert (loaded.card.mean, loaded.card.std) == IMAGENET
+    assert str(loaded.report).endswith("; mean and std are a guess: ImageNet's")
+
+
+def test_who_knows_better_says_mean_and_std(tmp_path: Path) -> None:
+    path, third, half = tmp_path / "weights.pth", (0.3, 0.3, 0.3), (0.5, 0.5, 0.5)
+    torch.save(mocov2(some_resnet("cifar")), path)
+    loaded = load_weights(path, mean=third, std=half)
+    assert (loaded.card.mean, loaded.card.std) == (third, half)
+    assert loaded.report.notes == ()
+    loaded = load_weights(path, mean=third)
+    assert loaded.card.mean == third
+    assert loaded.report.notes  # the rest is still a guess
+
+
 def test_cifar_stem_of_solo_learn_pads_more(tmp_path: Path) -> None:
     network = some_resnet("cifar")
     network.conv1.padding = (2, 2)
@@ -393,7 +547,7 @@ def test_cifar_benchmark_of_lightly_has_no_first_relu(tmp_path: Path) -> None:
     whole = model(backbone=theirs, projection_head=head())
     torch.save(lightning(whole), tmp_path / "weights.ckpt")
     loaded = load_weights(tmp_path / "weights.ckpt")
-    assert loaded.report.layout == "lightly"
+    assert loaded.report.format == "lightly"
     with torch.no_grad():
         assert_close(loaded.backbone(IMAGES), theirs(IMAGES).flatten(1))
 
@@ -421,7 +575,7 @@ def test_missing_batch_counters_are_reported(tmp_path: Path) -> None:
     counters = {k for k in network.state_dict() if "num_batches" in k}
     assert set(loaded.report.missing) == counters
     assert str(loaded.report) == (
-        f"layout torchvision: {len(state)} tensors loaded; dropped: nothing; "
+        f"format torchvision: {len(state)} tensors loaded; dropped: nothing; "
         f"missing: {len(counters)} batch counters"
     )
     with torch.no_grad():
@@ -448,7 +602,7 @@ def refusal(path: Path, content: object) -> str:
     return sentence
 
 
-def test_unknown_layout_shows_the_first_names(tmp_path: Path) -> None:
+def test_unknown_format_shows_the_first_names(tmp_path: Path) -> None:
     state = {f"some.name{n}.weight": torch.zeros(2) for n in range(9)}
     sentence = refusal(tmp_path / "weights.pth", {"state_dict": state})
     assert "some.name0.weight, some.name1.weight" in sentence
@@ -458,9 +612,16 @@ def test_unknown_layout_shows_the_first_names(tmp_path: Path) -> None:
     assert sentence.endswith("such names: x.weight.")
 
 
-def test_a_resnet_where_nobody_has_it_is_an_unknown_layout(tmp_path: Path) -> None:
-    state = {f"my.{name}": tensor for name, tensor in some_resnet().state_dict().items()}
-    assert "my.conv1.weight, my.bn1.weight" in refusal(tmp_path / "weights.pth", state)
+def test_several_resnets_where_nobody_has_them(tmp_path: Path) -> None:
+    state = model(mine=some_resnet(), yours=some_resnet()).state_dict()
+    sentence = refusal(tmp_path / "weights.pth", state)
+    assert "several ResNets, under mine. and yours., and nobody's format says which" in sentence
+
+
+def test_a_regnet_of_hugging_face_is_no_resnet(tmp_path: Path) -> None:
+    """Both have the same names but for the first."""
+    state = {f"regnet.{k}": v for k, v in hugging_face_bare(some_resnet()).items()}
+    assert "holds a RegNet, but" in refusal(tmp_path / "weights.pth", state)
 
 
 def test_no_tensors(tmp_path: Path) -> None:
@@ -544,7 +705,7 @@ def test_a_function_in_the_optimizer_of_barlow_twins_is_not_looked_up(
         training_program.setattr(main, "exclude_bias_and_norm", exclude_bias_and_norm, False)
         torch.save(checkpoint, tmp_path / "checkpoint.pth")
     allowed = torch.serialization.get_safe_globals()
-    assert load_weights(tmp_path / "checkpoint.pth").report.layout == "barlowtwins"
+    assert load_weights(tmp_path / "checkpoint.pth").report.format == "barlowtwins"
     assert set(torch.serialization.get_safe_globals()) == set(allowed)  # no more than before
 
 
@@ -557,7 +718,7 @@ def test_numbers_of_numpy_do_no_harm(tmp_path: Path, kind: type, core: str) -> N
     names = re.compile(rb"numpy\.(_core|core)\.multiarray")
     assert names.search(path.read_bytes())
     path.write_bytes(names.sub(f"numpy.{core}.multiarray".encode(), path.read_bytes()))
-    assert load_weights(path).report.layout == "torchvision"
+    assert load_weights(path).report.format == "torchvision"
 
 
 def test_objects_in_numpy_are_refused(tmp_path: Path) -> None:
@@ -649,22 +810,40 @@ def test_torchvision_model_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_close(loaded.backbone(IMAGES), network.eval()(IMAGES))
 
 
+def trained_by_timm(monkeypatch: pytest.MonkeyPatch) -> list[nn.Module]:
+    """Lets timm make models without fetching their weights; those it made."""
+    made, create_model = [], timm.create_model
+
+    def create(name: str, pretrained: bool, **arguments: Any) -> nn.Module:
+        assert pretrained
+        made.append(create_model(name, **arguments))
+        return made[-1]
+
+    monkeypatch.setattr(timm, "create_model", create)
+    return made
+
+
 def test_timm_model_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    network = timm.create_model("resnet18.a1_in1k")
-
-    def create_model(name: str, pretrained: bool) -> nn.Module:
-        assert (name, pretrained) == ("resnet18.a1_in1k", True)
-        return network
-
-    monkeypatch.setattr(timm, "create_model", create_model)
+    made = trained_by_timm(monkeypatch)
     loaded = load_weights("timm:resnet18.a1_in1k")
+    assert loaded.card.backbone == "resnet18"
     assert loaded.card.method == "timm:resnet18.a1_in1k"
     assert loaded.card.mean == (0.485, 0.456, 0.406)
+    assert loaded.report.labelled
     with torch.no_grad():
-        assert_close(
-            loaded.backbone(IMAGES),
-            network.eval().forward_head(network.forward_features(IMAGES), pre_logits=True),
-        )
+        assert_close(loaded.backbone(IMAGES), made[-1].eval()(IMAGES))
+
+
+def test_timm_model_that_is_no_resnet_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trained_by_timm(monkeypatch)
+    loaded = load_weights("timm:test_vit.r160_in1k")
+    assert loaded.backbone is made[-1]
+    assert not loaded.backbone.training
+    assert (loaded.card.backbone, loaded.card.stem) == ("timm:test_vit", "imagenet")
+    assert (loaded.card.size, loaded.card.mean) == (160, (0.5, 0.5, 0.5))
+    assert loaded.report.format == "timm"
+    assert loaded.report.labelled
+    assert read_card("timm:test_vit.r160_in1k")[0] == loaded.card
 
 
 @pytest.mark.parametrize("name", ["torchvision:resnet18", "timm:resnet18.a1_in1k"])
@@ -680,6 +859,7 @@ def test_no_network(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 
 def test_timm_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
+    timm_models.cache_clear()
     with pytest.raises(UserError, match=r"needs timm: pip install 'xmoco\[timm\]'"):
         load_backbone("timm:resnet50")
 
@@ -690,7 +870,7 @@ def test_timm_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("torchvision:resnet51", r"did you mean resnet50\?"),
         ("timm:resnet_18", r"did you mean resnet18\?"),
         ("torchvision:vit_b_16", "taken by name, which are resnet18, resnet34"),
-        ("timm:", "taken by name"),
+        ("timm:", "timm has no model"),
         ("torchvision:resnet50:V9", "no weights V9 for resnet50: IMAGENET1K_V1, IMAGENET1K_V2"),
     ],
 )

@@ -79,7 +79,7 @@ FORMATS = (
     CheckpointFormat("torchvision", "", ("",), classifier="fc"),
 )
 
-GUESS = "mean and std are by a guess"
+GUESS = "mean and std are a guess:"
 CONTAINERS = ("state_dict", "model")  # what training programs call the whole network
 WRAPPERS = ("module", "_orig_mod")  # DataParallel and its kin; torch.compile
 
