@@ -19,7 +19,7 @@ from torch import Tensor
 import xmoco
 from helpers import assert_refused, checkpoints, make_images, metrics, run_cli
 from xmoco.evaluate import classify
-from xmoco.evaluate.evaluation import EvalOptions, Listener
+from xmoco.evaluate.evaluation import EvalOptions, Evaluation, Listener
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.train.loop import Training
@@ -115,8 +115,33 @@ def test_records_of_other_peoples_weights_tell_what_was_loaded(tmp_path: Path) -
     (record,) = xmoco.evaluate_knn(
         tmp_path / "theirs.pth", images, ks=(1,), options=EvalOptions("cpu")
     )
-    assert "layout torchvision" in record.protocol["weights"]
+    assert "format torchvision" in record.protocol["weights"]
     assert record.protocol["labelled"]  # it is a classifier
+
+
+def test_what_is_known_of_other_peoples_weights_may_be_told(tmp_path: Path) -> None:
+    torch.save(build_backbone("resnet18", "cifar").state_dict(), tmp_path / "theirs.pth")
+    images = make_images(tmp_path / "images", each=2)
+    knn = partial(xmoco.evaluate_knn, tmp_path / "theirs.pth", images, ks=(1,))
+    ear = Ear()
+    guessed = knn(options=EvalOptions("cpu"), listener=ear)[0]
+    assert "mean and std are a guess" in ear.heard[0]
+    ear, half = Ear(), (0.5, 0.5, 0.5)
+    told = EvalOptions("cpu", mean=half, std=half, labelled=not guessed.protocol["labelled"])
+    record, *_ = knn(options=told, listener=ear)
+    assert ear.heard == []
+    assert record.protocol["labelled"] is told.labelled
+    assert "guess" not in record.protocol["weights"]
+    assert Evaluation.open(tmp_path / "theirs.pth", told).input.mean == half
+    outcome = run_cli(
+        *("evaluate", "knn", tmp_path / "theirs.pth", images, "--k", "1", "--no-cache"),
+        *("--mean", "0.5,0.5,0.5", "--std", "0.5,0.5,0.5", "--unlabelled"),
+        *("--records", tmp_path / "kept.jsonl"),
+    )
+    assert outcome.status == 0, outcome.stderr
+    kept = json.loads((tmp_path / "kept.jsonl").read_text())
+    assert kept["value"] == record.value
+    assert kept["protocol"]["labelled"] is False
 
 
 def evaluate(function: Callable, weights: Path, data: Path, changes: dict) -> None:

@@ -119,11 +119,15 @@ class Evaluation:
     ) -> "Evaluation":
         options = options or EvalOptions()
         fabric = options.fabric()
-        loaded = load_weights(weights)
+        loaded = load_weights(
+            weights, mean=options.mean, std=options.std, labelled=options.labelled
+        )
         digest = tensors_digest(loaded.backbone.state_dict())[:12]
         loaded.backbone.to(fabric.device)
-        heard = listener if fabric.is_global_zero else None
-        return cls(loaded, digest, options, fabric, heard or Listener())
+        heard = (listener if fabric.is_global_zero else None) or Listener()
+        for note in loaded.report.notes:
+            heard.say(f"{weights}: {note}.")
+        return cls(loaded, digest, options, fabric, heard)
 
     @property
     def device(self) -> torch.device:
