@@ -1,14 +1,17 @@
-"""Write what no hand should: the tables of README.md, docs/measurements.md, and the picture.
+"""Write what no hand should: the tables of README.md and of the pages in docs/, and the picture.
 
     python benchmarks/readme.py                       # the tables, from recipes and records
     python benchmarks/readme.py --picture runs/demo   # also docs/demo.png, from a run of the demo
 
-A part of README.md stands between ``<!-- name:begin -->`` and ``<!-- name:end -->``; the rest is
-left alone. A test fails when a table no longer agrees with what it is made from.
+A part of a page stands between ``<!-- name:begin -->`` and ``<!-- name:end -->``; the rest is left
+alone. A test fails when a table no longer agrees with what it is made from.
 """
 
 import argparse
 import io
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +23,32 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 from torch import Tensor
 
-from tables import ROOT, markdown_table, measurements_page, results_tables, speed_tables
+from plain_tables import QUESTIONS, answer, other_tables
+from tables import (
+    changed_recipes_table,
+    gpu_tests,
+    headline,
+    learning_tables,
+    methods_table,
+    protocols_tables,
+    results_in_brief,
+    speed_in_brief,
+    speed_tables,
+)
+from told import ROOT, Place, markdown_table
 from xmoco import load_backbone
+from xmoco.config import Config
 from xmoco.data.patterns import patterns
 from xmoco.data.sources import open_images
 from xmoco.demo import NAMES
 from xmoco.evaluate.features import backbone_features
 from xmoco.evaluate.knn import nearest_neighbours
+from xmoco.methods import method_class
 from xmoco.report.curves import LIGHT, Panel, draw_panel, read_history
 from xmoco.report.sheets import WRONG
 from xmoco.settings import load_config, recipe_names
 from xmoco.train.run_folder import RunFolder
 
-README = ROOT / "README.md"
-MEASUREMENTS = ROOT / "docs" / "measurements.md"
 PICTURE = ROOT / "docs" / "demo.png"
 RESULTS = ROOT / "benchmarks" / "results"
 NEIGHBOURS = 8
@@ -44,51 +59,77 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--picture", type=Path, metavar="RUNS", help="the folder of a demo")
     options = parser.parse_args()
-    README.write_text(up_to_date(README.read_text(encoding="utf-8")), encoding="utf-8")
-    MEASUREMENTS.write_text(measurements_page(RESULTS), encoding="utf-8")
-    print(f"wrote the tables of {README} and {MEASUREMENTS}")
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        page.write_text(up_to_date(text, page), encoding="utf-8")
+    print(f"wrote the tables of {', '.join(str(page.relative_to(ROOT)) for page in pages())}")
     if options.picture is not None:
         PICTURE.parent.mkdir(exist_ok=True)
         PICTURE.write_bytes(demo_picture(options.picture))
         print(f"wrote {PICTURE}, {PICTURE.stat().st_size / 1000:.0f} kB")
 
 
-def up_to_date(readme: str, results: Path = RESULTS) -> str:
-    """README.md as it should be: all generated parts made anew."""
-    parts = {
-        "recipes": recipes_table(),
-        "results": results_tables(results),
-        "speed": speed_tables(results),
-    }
-    for name, content in parts.items():
-        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-        before, _, rest = readme.partition(begin)
-        _, _, after = rest.partition(end)
-        readme = f"{before}{begin}\n{content}\n{end}{after}"
-    return readme
+def pages() -> list[Path]:
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def recipes_table() -> str:
-    rows = []
+def up_to_date(text: str, page: Path, results: Path = RESULTS) -> str:
+    """The page as it should be: all generated parts made anew."""
+    place = Place(results, "" if page.parent == ROOT else "../")
+
+    def made_anew(part: re.Match[str]) -> str:
+        content = PARTS[part["name"]](place)
+        lines = [part["begin"], *([content] if content else []), part["end"]]
+        return "\n".join(lines)
+
+    return GENERATED.sub(made_anew, text)
+
+
+def place_of(config: Config) -> tuple[int, bool, int]:
+    """Small images first, XMoCo before the others, small batches first."""
+    return config.input.size, config.method.name != "xmoco", config.train.batch
+
+
+def recipes_table(_: Place) -> str:
     configs = {name: load_config(name) for name in recipe_names()}
-    by_size = sorted(
-        configs, key=lambda name: (configs[name].views.size, configs[name].train.batch)
-    )
-    for name in by_size:
+    in_order = sorted(configs, key=lambda name: place_of(configs[name]))
+    rows = []
+    for name in in_order:
         config = configs[name]
-        views = config.views
-        enlarged = "" if views.eval_size is None else f", judged at {views.eval_size} px"
+        enlarged = config.input.eval_size
+        judged = "" if enlarged is None else f", judged at {enlarged} px"
         rows.append(
             [
                 f"`{name}`",
+                method_class(config.method).title,
                 f"`{config.data.source}`",
-                f"`{config.model.backbone}`, {views.size} px{enlarged}",
+                f"`{config.model.backbone}`, {config.input.size} px{judged}",
                 f"{config.train.epochs}",
                 f"{config.train.batch}",
-                f"{config.method.bank_length}",
             ]
         )
-    return markdown_table(["recipe", "data", "backbone", "epochs", "batch", "K"], "lllrrr", rows)
+    headings = ["recipe", "method", "data", "backbone", "epochs", "batch"]
+    return markdown_table(headings, "llllrr", rows)
+
+
+PARTS: dict[str, Callable[[Place], str]] = {
+    "headline": headline,
+    "results-in-brief": results_in_brief,
+    "speed-in-brief": speed_in_brief,
+    "recipes": recipes_table,
+    "demo": partial(learning_tables, pattern="demo.jsonl"),
+    "learning": partial(learning_tables, pattern="recipe-*.jsonl"),
+    "methods": methods_table,
+    "protocols": protocols_tables,
+    "changed-recipes": changed_recipes_table,
+    "speed": speed_tables,
+    **{name: partial(answer, question=question) for name, question in QUESTIONS.items()},
+    "others": other_tables,
+    "gpu-tests": gpu_tests,
+}
+GENERATED = re.compile(
+    r"(?P<begin><!-- (?P<name>[\w-]+):begin -->)\n.*?(?P<end><!-- (?P=name):end -->)", re.DOTALL
+)
 
 
 def demo_picture(runs: Path) -> bytes:
@@ -151,7 +192,7 @@ def neighbours_of(queries: Tensor, run: Path) -> Tensor:
     config, cpu = RunFolder(run).config(), torch.device("cpu")
     backbone = load_backbone(run)
     train, test = (
-        backbone_features(backbone, images, config.views, cpu, config.run.readers).vectors
+        backbone_features(backbone, images, config.input, cpu, config.run.readers).vectors
         for images in (open_images(config.data, "train"), open_images(config.data, "test"))
         if images is not None
     )

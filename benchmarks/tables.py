@@ -1,479 +1,492 @@
-"""Records as tables in Markdown, for README.md and docs/measurements.md.
+"""Records as tables in Markdown, for README.md and docs/.
 
-Three kinds of files in benchmarks/results have their own kind of table in the README: what recipes
-learn, what every protocol says of some backbones, how fast training is. All other records are lines
-of docs/measurements.md, whatever they measure. Below a table stands how its figures came about;
-where records differ in that, all is told. Of measurements that were repeated, the last counts.
+Each table answers one question; the words around it stand on the page. Below it stands how its
+figures came about: first how many seeds and rounds they rest on, then what was done, by which
+machine and commit. Where records differ in that, all is told. Of measurements that were repeated,
+the last counts. ``plain_tables`` has the rest: files of other measures.
 """
 
-import json
-import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
-from xmoco.demo import NAMES
+from told import (
+    NOTHING,
+    SUBJECTS,
+    AnyRecord,
+    Place,
+    Record,
+    by_subject,
+    by_work,
+    circumstances,
+    data,
+    device,
+    grouped,
+    last_of_each,
+    markdown_table,
+    name_of,
+    percentage,
+    section,
+    seeds,
+    sentence,
+    setting,
+)
+from xmoco.records import (
+    ClassifierProtocol,
+    KnnProtocol,
+    Measured,
+    SpeedProtocol,
+    StageProtocol,
+    TransferProtocol,
+    read_records,
+)
 
-ROOT = Path(__file__).resolve().parent.parent
+Knn = Measured[KnnProtocol]
+Speed = Measured[SpeedProtocol]
+Stage = Measured[StageProtocol]
+Judged = Measured[KnnProtocol] | Measured[ClassifierProtocol] | Measured[TransferProtocol]
 
-Record = dict[str, Any]
-Fact = Callable[[Record], str | None]
-"""Something to tell of a record, if it is known."""
-
-IN_README = {
-    "demo.jsonl": {"knn_top1"},
-    "recipe-*.jsonl": {"knn_top1"},
-    "protocols-*.jsonl": {
-        "knn_top1",
-        *("linear_top1", "linear_top5", "finetune_top1", "finetune_top5"),
-        *("transfer_frozen", "transfer_end_to_end"),
-    },
-    "speed.jsonl": {"images_per_second", "stage_ms"},
+JUDGED: Mapping[str, type[Record]] = {
+    "knn_top1": Measured[KnnProtocol],
+    "linear_top1": Measured[ClassifierProtocol],
+    "finetune_top1": Measured[ClassifierProtocol],
+    "transfer_frozen": Measured[TransferProtocol],
+    "transfer_end_to_end": Measured[TransferProtocol],
 }
-"""Files that the README has tables of, and the measures that these know."""
+"""The measures of backbones, in the order of their rows."""
 
-SUBJECTS = NAMES | {
-    "xmoco, K 65,536": "XMoCo, K 65,536",
-    "encoder only": "the encoder alone, compiled",
-    "lightly": "lightly, at its best",
-    "lightly, compiled": "lightly, at its best and compiled",
-    "lightly (its defaults)": "lightly, its defaults",
-}
+BASELINES = ("lightly", "torchvision")
+"""How the names of other libraries' participants begin."""
 SHOWN_LAST = ("supervised", "untrained")
-"""Backbones that are no rivals."""
+"""Backbones to compare with."""
 NEIGHBOURS = (20, 200)
-"""Of the numbers of neighbours that may vote, the README shows these."""
+"""Of the numbers of neighbours that may vote, these are shown."""
 QUARTERS = range(1, 5)
-"""Of a training: what it had reached when each was over is shown in the README."""
+"""Of a training: what it had reached when each was over is shown."""
+WORKLOADS = {
+    "speed-photographs-resnet50": "ResNet-50, JPEG files, 224 px",
+    "speed-cifar10-resnet18": "ResNet-18, CIFAR-10, 32 px",
+    "speed-demo-tiny": "The demo's network, on a CPU",
+}
+IN_BRIEF = {
+    "kNN, k 200": "kNN",
+    "linear (MoCo)": "linear classifier",
+    "transfer to oxford-pets-128-q80, frozen, mean per class": "transfer to Oxford Pets",
+}
+"""The protocols of the front page, in its words."""
+HEADLINE = "linear (MoCo)"
 
-RACE = (
-    "The contenders train the same network on the same images and take turns; the median round "
-    "counts. The encoder alone has no images, views, loss or optimiser around it, and is a bound "
-    "where the GPU is the limit; for small images it is not, as launching the kernels one by one "
-    "takes longer than running them. On the CPU, the rivals are plain PyTorch with torchvision's "
-    "views in a DataLoader; `our step` is the same with xmoco's steps and start-up, so that the "
-    "rest is what the views of xmoco save. lightly at its best has bf16, 16 workers, pinned "
-    "memory, channels-last and a fused optimiser. `waiting` is the share of time without images; "
-    "of the stages, `images` is what a batch takes that was read and decoded ahead. Contenders "
-    "have a process each."
+METHODS_SAY = (
+    "All were trained on the embedded patterns for a few minutes each, to show that they learn: "
+    "so short a training does not tell which of them is the best on photographs."
 )
 
-SETTINGS = (
-    *("data", "digest", "size", "crop_size", "epoch", "epochs", "batch", "k"),
-    *("name", "label_fraction", "set"),
-    *("device", "precision", "launch", "stage", "recipe", "changes", "strengths", "seed"),
-)
-"""Of a protocol, and the seed: records that differ in one of these measure different things."""
-LONGEST_FACT = 200
+image_size = setting("size", "images of {} px")
+WORK_FACTS = (data, setting("batch", "batch {}"), setting("bank_length", "K {:,}"), image_size)
 
 
-def results_tables(folder: Path) -> str:
-    """How good backbones are, for the README."""
-    learning = [
-        learning_table(file, same_work)
-        for pattern in ("demo.jsonl", "recipe-*.jsonl")
-        for file, records in shown_in_readme(folder, pattern)
-        for same_work in grouped(records, by_work)
-    ]
-    protocols = [
-        protocols_table(file, records)
-        for file, records in shown_in_readme(folder, "protocols-*.jsonl")
-    ]
-    return "\n\n".join(learning + protocols)
+# How good backbones are
 
 
-def speed_tables(folder: Path) -> str:
-    """How fast training is and where its time goes, for the README."""
-    tables = []
-    for file, records in shown_in_readme(folder, "speed.jsonl"):
-        tables.append(RACE)
-        for same_work in grouped(records, by_work):
-            speeds = [r for r in same_work if r["measure"] == "images_per_second"]
-            stages = [r for r in same_work if r["measure"] == "stage_ms"]
-            if speeds:
-                tables.append(race_table(file, speeds))
-            tables += [stages_table(file, of_one) for of_one in grouped(stages, by_subject)]
-    return "\n\n".join(tables)
-
-
-def measurements_page(folder: Path) -> str:
-    """docs/measurements.md: all records that the README does not show."""
-    tables = [
-        plain_table(file, records)
-        for file in sorted(folder.glob("*.jsonl"))
-        if (records := [r for r in read(file) if r["measure"] not in known_measures(file)])
-    ]
-    parts = [
-        "# Measurements",
-        "What the programs in `benchmarks/` measured, beside the tables of the README. "
-        "`benchmarks/readme.py` writes this page from their records.",
-        *(tables or ["There are no such records yet."]),
-    ]
-    return "\n\n".join(parts) + "\n"
-
-
-def read(file: Path) -> list[Record]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").split("\n") if line]
-
-
-def known_measures(file: Path) -> set[str]:
-    return next((known for pattern, known in IN_README.items() if file.match(pattern)), set())
-
-
-def shown_in_readme(folder: Path, pattern: str) -> Iterator[tuple[Path, list[Record]]]:
-    for file in sorted(folder.glob(pattern)):
-        if records := [r for r in read(file) if r["measure"] in known_measures(file)]:
-            yield file, records
-
-
-def by_work(record: Record) -> str:
-    return str(record["work"])
-
-
-def by_subject(record: Record) -> str:
-    return str(record["subject"])
-
-
-def grouped(records: Iterable[Record], key: Callable[[Record], Hashable]) -> list[list[Record]]:
-    groups: dict[Hashable, list[Record]] = {}
-    for record in records:
-        groups.setdefault(key(record), []).append(record)
-    return list(groups.values())
-
-
-def last_of_each(records: Iterable[Record], key: Callable[[Record], Hashable]) -> list[Record]:
-    """The records that count, in the order in which they were measured first."""
-    return list({key(record): record for record in records}.values())
-
-
-def learning_table(file: Path, records: Sequence[Record]) -> str:
-    """kNN accuracy as training goes on, and the time of the whole run."""
-    records = last_of_each(
-        records, lambda r: (by_subject(r), r["seed"], epoch(r), r["protocol"]["k"])
+def learning_tables(place: Place, pattern: str) -> str:
+    """kNN accuracy as training goes on."""
+    return "\n\n".join(
+        learning_table(place, file, same_work)
+        for file in place.files(pattern)
+        for same_work in grouped(read_records(file, Knn, {"knn_top1"}), by_work)
     )
-    last = max(map(epoch, records))
-    one_size = len(set(map(image_size, records))) == 1
+
+
+def learning_table(place: Place, file: Path, records: Sequence[Knn]) -> str:
+    records = last_of_each(records, lambda r: (r.subject, r.seed, r.protocol.epoch, r.protocol.k))
+    last = max(record.protocol.epoch for record in records)
+    one_size = len({record.protocol.size for record in records}) == 1
     rows = []
     for record in at_quarters(records, last):
-        seconds = record["protocol"].get("run_seconds")
-        # The time is that of the whole run, so it stands beside the last epoch only.
-        finished = seconds is not None and epoch(record) == last
-        rows.append(
-            [
-                name_of(record) + ("" if one_size else f", {record['protocol']['size']} px"),
-                str(epoch(record) or ""),
-                percentage(record),
-                f"{seconds:,.0f} s" if finished else "",
-            ]
-        )
+        size = "" if one_size else f", {record.protocol.size} px"
+        rows.append([f"{backbone_name(record)}{size}", percentage(record)])
     return section(
-        f"**{by_work(records[0])}**",
-        markdown_table(["features of", "epochs", "kNN top-1", "training time"], "lrrr", rows),
-        circumstances(records, data, judged_by_neighbours, votes, image_size, kept_watch),
-        file,
+        markdown_table(["features of", "kNN top-1"], "lr", rows),
+        times_told(records, last),
+        circumstances(records, *NEIGHBOUR_FACTS),
+        place.link(file),
     )
 
 
-def at_quarters(records: Sequence[Record], last: int) -> list[Record]:
+def at_quarters(records: Sequence[Knn], last: int) -> list[Knn]:
     """What every subject had reached when each quarter of ``last`` epochs was over."""
-    chosen: list[Record] = []
+    chosen: list[Knn] = []
     for of_one in grouped(records, by_subject):
-        reached = [[epoch(r) for r in of_one if epoch(r) <= last * q / 4] for q in QUARTERS]
-        wanted = {max(epochs) for epochs in reached if epochs}
-        chosen += [record for record in of_one if epoch(record) in wanted]
+        epochs = [record.protocol.epoch for record in of_one]
+        reached = [[e for e in epochs if e <= last * quarter / 4] for quarter in QUARTERS]
+        wanted = {max(some) for some in reached if some}
+        chosen += [record for record in of_one if record.protocol.epoch in wanted]
     return chosen
 
 
-def protocols_table(file: Path, records: Sequence[Record]) -> str:
+def times_told(records: Sequence[Knn], last: int) -> str:
+    """How long the runs took, and how often they were interrupted for kNN."""
+    took = {
+        name_of(record): record.protocol.run_seconds
+        for record in records
+        if record.protocol.epoch == last and record.protocol.run_seconds is not None
+    }
+    if not took:
+        return ""
+    times = ", ".join(f"{name} {seconds:,.0f} s" for name, seconds in took.items())
+    every = next(filter(None, map(kept_watch, records)), "")
+    return f"Time of training: {times}{every}."
+
+
+def kept_watch(record: Knn) -> str:
+    settings = yaml.safe_load(record.protocol.settings) or {}
+    every = settings.get("monitor", {}).get("knn_every")
+    if every is None:
+        return ""
+    return f", with kNN every {'epoch' if every == 1 else f'{every} epochs'}"
+
+
+def methods_table(place: Place) -> str:
+    """kNN of several methods, the best first; nothing where they were not measured."""
+    tables = []
+    for file in place.files("methods.jsonl"):
+        for same_work in grouped(read_records(file, Knn, {"knn_top1"}), by_work):
+            last = last_of_each(same_work, lambda r: (r.subject, r.seed, r.protocol.k))
+            by_method = sorted(grouped(last, by_subject), key=mean, reverse=True)
+            rows = [[backbone_name(own[0]), f"{mean(own):.1f} %"] for own in by_method]
+            table = markdown_table(["features of", "kNN top-1"], "lr", rows)
+            told = circumstances(last, *NEIGHBOUR_FACTS)
+            tables.append(section(table, told, place.link(file)))
+    return "\n\n".join(["## How do the methods compare?", METHODS_SAY, *tables] if tables else [])
+
+
+def mean(records: Sequence[Record]) -> float:
+    """Over seeds."""
+    return sum(record.value for record in records) / len(records)
+
+
+def protocols_tables(place: Place) -> str:
+    """What every protocol says of some backbones."""
+    tables = []
+    for file in place.files("protocols-*.jsonl"):
+        grid = ProtocolGrid(judged_records(file))
+        told = circumstances(grid.shown, judged_on, image_size, crop_size)
+        tables.append(section(grid.table("protocol"), told, place.link(file)))
+    return "\n\n".join(tables)
+
+
+def judged_records(file: Path) -> list[Judged]:
+    """Of every measure that tells how good a backbone is."""
+    return [
+        record
+        for measure, kind in JUDGED.items()
+        for record in read_records(file, kind, {measure})
+        if protocol_name(record)
+    ]
+
+
+class ProtocolGrid:
     """A row for every protocol; a column for every backbone and, if there are several, size of the
     images it was judged by."""
-    records = [record for record in records if protocol_name(record)]
-    one_size = len(set(map(image_size, records))) == 1
-    one_crop = len(set(map(crop_size, records)) - {None}) <= 1
 
-    def row(record: Record) -> str:
-        crops = None if one_crop else crop_size(record)
+    def __init__(self, records: Sequence[Judged]) -> None:
+        self.one_size = len({record.protocol.size for record in records}) == 1
+        self.one_crop = len(set(filter(None, map(crop_size, records)))) <= 1
+        digests = {(backbone_name(r), r.protocol.digest) for r in records if r.protocol.digest}
+        self.names = [name for name, _ in digests]
+        self.cells = {(self.row(record), self.column(record)): record for record in records}
+        self.shown = list(self.cells.values())
+
+    def row(self, record: Judged) -> str:
+        crops = None if self.one_crop else crop_size(record)
         return ", ".join(filter(None, [protocol_name(record), crops]))
 
-    digests = {(backbone_name(r), d) for r in records if (d := r["protocol"].get("digest"))}
-    names = [name for name, _ in digests]
-
-    def column(record: Record) -> str:
+    def column(self, record: Judged) -> str:
         """Different weights of one name have columns of their own."""
-        name, protocol = backbone_name(record), record["protocol"]
-        size = "" if one_size else f", {protocol['size']} px"
-        digest = f" ({protocol.get('digest', '?')[:6]})" if names.count(name) > 1 else ""
+        name = backbone_name(record)
+        size = "" if self.one_size else f", {record.protocol.size} px"
+        digest = f" ({record.protocol.digest[:6] or '?'})" if self.names.count(name) > 1 else ""
         return f"{name}{size}{digest}"
 
-    cells = {(row(record), column(record)): record for record in records}
-    shown = list(cells.values())
-    columns = list(dict.fromkeys(map(column, sorted(shown, key=place_of_backbone))))
-    rows = []
-    for protocol in dict.fromkeys(map(row, sorted(shown, key=place_of_protocol))):
-        measured = [cells.get((protocol, each)) for each in columns]
-        rows.append([protocol, *("" if r is None else percentage(r) for r in measured)])
-    return section(
-        f"**{file.stem.removeprefix('protocols-')}**",
-        markdown_table(["protocol", *columns], "l" + "r" * len(columns), rows),
-        circumstances(shown, judged_on, image_size, crop_size),
-        file,
+    def table(self, heading: str, words: Mapping[str, str] | None = None) -> str:
+        rows = dict.fromkeys(map(self.row, sorted(self.shown, key=place_of_protocol)))
+        columns = dict.fromkeys(map(self.column, sorted(self.shown, key=place_of_backbone)))
+        lines = [
+            [
+                row if words is None else words[row],
+                *(percentage(self.cells.get((row, column))) for column in columns),
+            ]
+            for row in rows
+        ]
+        return markdown_table([heading, *columns], "l" + "r" * len(columns), lines)
+
+
+def protocol_name(record: Judged) -> str:
+    """As it stands in the table; nothing if it does not."""
+    match record.measure, record.protocol:
+        case _, KnnProtocol(k=k):
+            return f"kNN, k {k}" if k in NEIGHBOURS else ""
+        case "finetune_top1", ClassifierProtocol(name=name, label_fraction=fraction):
+            return f"{name}, {100 * fraction:g} % of the labels"
+        case _, TransferProtocol(set=images, metric=metric, name=name):
+            how = name.removeprefix("transfer, ")
+            return f"transfer to {images}, {how}{'' if metric == 'top-1' else f', {metric}'}"
+    return record.protocol.name
+
+
+def place_of_protocol(record: Judged) -> tuple[int, float]:
+    """By kind; then by neighbours or labels, from few to many."""
+    match record.protocol:
+        case KnnProtocol(k=amount) | ClassifierProtocol(label_fraction=amount):
+            return list(JUDGED).index(record.measure), amount
+    return list(JUDGED).index(record.measure), 0
+
+
+def place_of_backbone(record: Judged) -> tuple[int, int]:
+    """Those to compare with come last; larger images after smaller ones."""
+    last = 1 + SHOWN_LAST.index(record.subject) if record.subject in SHOWN_LAST else 0
+    return last, record.protocol.size
+
+
+def changed_recipes_table(place: Place) -> str:
+    """What recipes that were changed had reached, by the protocols that all were judged by."""
+    tables = []
+    for file in place.files("changed-recipes.jsonl"):
+        records = [r for r in judged_records(file) if r.protocol.epoch and r.protocol.changes]
+        cells = {(r.protocol.changes, protocol_name(r)): r for r in records}
+        changes = dict.fromkeys(change for change, _ in cells)
+        columns = [
+            name
+            for name in dict.fromkeys(name for _, name in cells)
+            if all((change, name) in cells for change in changes)
+        ]
+        rows = [
+            [f"`{change}`", *(percentage(cells[change, name]) for name in columns)]
+            for change in changes
+        ]
+        shown = [cells[change, name] for change in changes for name in columns]
+        table = markdown_table(["changes", *columns], "l" + "r" * len(columns), rows)
+        tables.append(section(table, circumstances(shown, judged_on), place.link(file)))
+    return "\n\n".join(tables)
+
+
+# The front page
+
+
+def headline(place: Place) -> str:
+    """One measured number: what a run of the recipe takes, and what its weights are worth."""
+    runs = [r for file in place.files("recipe-cifar10*.jsonl") for r in read_records(file, Knn)]
+    judged = [r for file in place.files("protocols-cifar10*.jsonl") for r in judged_records(file)]
+    ours = [r for r in judged if r.subject == "xmoco" and protocol_name(r) == HEADLINE]
+    if not (runs and ours):
+        return ""
+    by_size = {record.protocol.size: record for record in ours}
+    (size, first), *others = sorted(by_size.items(), reverse=True)
+    beside = "".join(f", {record.value:.1f} % at {side} px" for side, record in others)
+    return (
+        "**Measured:** the recipe `cifar10` trains a ResNet-18 in "
+        f"{(runs[-1].protocol.run_seconds or 0) / 60:.0f} minutes on one "
+        f"{runs[-1].machine['gpus'][0]}, without a label. A linear classifier on top of it names "
+        f"{first.value:.1f} % of CIFAR-10's test images rightly ({seeds(ours)}; images shown at "
+        f"{size} px{beside}; [all results]({place.up}docs/results.md))."
     )
 
 
-def protocol_name(record: Record) -> str:
-    """As it stands in the table; nothing if it does not."""
-    protocol = record["protocol"]
-    match record["measure"]:
-        case "knn_top1" if protocol["k"] in NEIGHBOURS:
-            return f"kNN, k {protocol['k']}"
-        case "linear_top1":
-            return str(protocol["name"])
-        case "finetune_top1":
-            return f"{protocol['name']}, {100 * protocol['label_fraction']:g} % of the labels"
-        case "transfer_frozen" | "transfer_end_to_end":
-            how = protocol["name"].removeprefix("transfer, ")
-            metric = "" if protocol["metric"] == "top-1" else f", {protocol['metric']}"
-            return f"transfer to {protocol['set']}, {how}{metric}"
-    return ""
+def results_in_brief(place: Place) -> str:
+    tables = []
+    for file in place.files("protocols-cifar10*.jsonl"):
+        records = [r for r in judged_records(file) if protocol_name(r) in IN_BRIEF]
+        table = ProtocolGrid(records).table("judged by", IN_BRIEF)
+        tables.append(section(table, sentence(f"each figure is of {seeds(records)}")))
+    return "\n\n".join(tables)
 
 
-def crop_size(record: Record) -> str | None:
-    """Of the random crops that a protocol learns from, if it does."""
-    protocol = record["protocol"]
-    if record["measure"] in ("knn_top1", "transfer_frozen"):
-        return None
-    return f"crops of {protocol.get('crop_size', protocol['size'])} px"
+def speed_in_brief(place: Place) -> str:
+    """xmoco beside the best baseline, a row for every workload."""
+    rows = []
+    for file in place.files("speed.jsonl"):
+        for records in sorted(grouped(speeds_in(file), by_work), key=lambda own: place_of(own[0])):
+            ours = [r for r in records if r.subject == "xmoco"]
+            others = [r for r in records if r.subject.startswith(BASELINES)]
+            if not (ours and others and ours[0].protocol.times_baseline):
+                continue
+            best = max(others, key=lambda record: record.value)
+            rows.append(
+                [
+                    WORKLOADS.get(best.work, best.work),
+                    device(best),
+                    f"{ours[0].value:,.0f}",
+                    f"{best.value:,.0f} ({name_of(best)})",
+                    f"{ours[0].protocol.times_baseline:.2f} ×",
+                    number_of_rounds(ours[0]),
+                ]
+            )
+    headings = ["training", "on", "xmoco, images/s", "best baseline, images/s", "", "rests on"]
+    return markdown_table(headings, "llrrrl", rows) if rows else ""
 
 
-def place_of_protocol(record: Record) -> tuple[int, float]:
-    """By kind; then by neighbours or labels, from few to many."""
-    protocol = record["protocol"]
-    kinds = ("knn_top1", "linear_top1", "finetune_top1", "transfer_frozen", "transfer_end_to_end")
-    amount = protocol.get("k", protocol.get("label_fraction", 0))
-    return kinds.index(record["measure"]), amount
+# How fast training is
 
 
-def backbone_name(record: Record) -> str:
-    return f"{name_of(record)}, {epoch(record)} epochs" if epoch(record) else name_of(record)
+def speed_tables(place: Place) -> str:
+    """How fast training is, for every workload, and where its time goes."""
+    tables = []
+    for file in place.files("speed.jsonl"):
+        speeds, stages = speeds_in(file), read_records(file, Stage, {"stage_ms"})
+        firsts = last_of_each([*speeds, *stages], by_work)
+        for first in sorted(firsts, key=place_of):
+            tables.append(f"### {WORKLOADS.get(first.work, first.work)}")
+            if own := [record for record in speeds if record.work == first.work]:
+                tables.append(speed_table(place, file, own))
+            if timed := [record for record in stages if record.work == first.work]:
+                tables.append(stages_table(place, file, timed))
+    return "\n\n".join(tables)
 
 
-def place_of_backbone(record: Record) -> tuple[int, int]:
-    subject = by_subject(record)
-    last = 1 + SHOWN_LAST.index(subject) if subject in SHOWN_LAST else 0
-    return last, record["protocol"]["size"]
+def place_of(record: Record) -> int:
+    return list(WORKLOADS).index(record.work) if record.work in WORKLOADS else len(WORKLOADS)
 
 
-def race_table(file: Path, records: Sequence[Record]) -> str:
-    """Contenders beside each other."""
-    records = last_of_each(records, by_subject)
+def speeds_in(file: Path) -> list[Speed]:
+    """Of every participant the last record, if possible one that was measured beside a baseline.
+
+    Other checkouts of xmoco are no participants that a reader could choose.
+    """
+    records = read_records(file, Speed, {"images_per_second"})
+    records = [record for record in records if not record.subject.startswith("xmoco (")]
+    order = list(dict.fromkeys(map(by_subject, records)))
+    beside = [record for record in records if record.protocol.times_baseline is not None]
+    alone = [record for record in records if record.protocol.times_baseline is None]
+    return [
+        record
+        for same_work in grouped([*alone, *beside], by_work)
+        for record in without_loose_bound(
+            sorted(last_of_each(same_work, by_subject), key=lambda r: order.index(r.subject))
+        )
+    ]
+
+
+def without_loose_bound(records: list[Speed]) -> list[Speed]:
+    """The encoder alone is a bound, unless it was launched kernel by kernel and so was slower."""
+    ours = max((record.value for record in records if record.subject == "xmoco"), default=0)
+    return [
+        record
+        for record in records
+        if record.subject != "encoder only" or record.protocol.graph or record.value > ours
+    ]
+
+
+def number_of_rounds(record: Speed) -> str:
+    rounds = len(record.protocol.rounds)
+    return "one round" if rounds == 1 else f"the median of {rounds} rounds"
+
+
+def speed_table(place: Place, file: Path, records: Sequence[Speed]) -> str:
+    """Participants beside each other."""
     rows = []
     for record in records:
-        told = record["protocol"].get
-        ratio, gib, waiting = told("times_rival"), told("gpu_memory_gib"), told("waiting")
+        told = record.protocol
+        ratio, gib = told.times_baseline, told.gpu_memory_gib
         rows.append(
             [
                 name_of(record),
-                told("precision", ""),
-                f"{record['value']:,.0f}",
+                told.precision,
+                f"{record.value:,.0f}",
                 "" if ratio is None else f"{ratio:.2f}",
                 "" if gib is None else f"{gib:.1f} GiB",
-                "" if waiting is None else f"{100 * waiting:.1f} %",
+                f"{100 * told.waiting:.1f} %",
             ]
         )
-    headings = ["", "precision", "images/s", "× best rival", "GPU memory", "waiting"]
+    headings = ["", "precision", "images/s", "× best baseline", "GPU memory", "waiting"]
+    table = markdown_table(headings, "llrrrr", rows)
+    return section(table, circumstances(records, number_of_rounds, *WORK_FACTS), place.link(file))
+
+
+def stages_table(place: Place, file: Path, records: Sequence[Stage]) -> str:
+    """Where the time of a step goes, when that was measured last; a column for every method."""
+    columns = {own[0].subject: last_stages(own) for own in grouped(records, by_subject)}
+    totals = {name: sum(r.value for r in own.values()) for name, own in columns.items()}
+
+    def cell(name: str, stage: str) -> str:
+        if stage not in columns[name]:
+            return NOTHING
+        value = columns[name][stage].value
+        return f"{value:.2f} ms, {100 * value / totals[name]:.0f} %"
+
+    stages = dict.fromkeys(stage for own in columns.values() for stage in own)
+    rows = [[stage, *(cell(name, stage) for name in columns)] for stage in stages]
+    shown = [record for own in columns.values() for record in own.values()]
+    headings = ["stage of a step", *(SUBJECTS.get(name, name) for name in columns)]
     return section(
-        f"**{by_work(records[0])}**",
-        markdown_table(headings, "llrrrr", rows),
-        circumstances(records, *SPEED_FACTS),
-        file,
+        markdown_table(headings, "l" + "r" * len(columns), rows),
+        "Each stage alone and without a CUDA graph; in training they overlap.",
+        circumstances(shown, *WORK_FACTS),
+        place.link(file),
     )
 
 
-def stages_table(file: Path, records: Sequence[Record]) -> str:
-    """Where the time of a step goes, when that was measured last."""
-    stages: dict[str, Record] = {}
+def last_stages(records: Sequence[Stage]) -> dict[str, Stage]:
+    stages: dict[str, Stage] = {}
     for record in records:
-        stage = record["protocol"]["stage"]
-        if stage in stages:  # it was measured again, and so were the others
+        if record.protocol.stage in stages:  # it was measured again, and so were the others
             stages = {}
-        stages[stage] = record
-    total = sum(record["value"] for record in stages.values())
-    rows = [
-        [stage, f"{record['value']:.2f}", f"{100 * record['value'] / total:.1f} %"]
-        for stage, record in stages.items()
-    ]
-    shown = list(stages.values())
-    return section(
-        f"**{by_work(shown[0])}: stages of a step of {name_of(shown[0])}**",
-        markdown_table(["stage", "ms", "share"], "lrr", rows),
-        "Each stage alone and without a CUDA graph; in training they overlap. "
-        f"{circumstances(shown, *SPEED_FACTS)}",
-        file,
-    )
+        stages[record.protocol.stage] = record
+    return stages
 
 
-def plain_table(file: Path, records: Sequence[Record]) -> str:
-    """Records of any kind: a row for every work and its settings, a column for what was measured
-    of whom."""
-
-    def settings(record: Record, keys: Iterable[str]) -> list[str]:
-        known = record["protocol"] | {"seed": record["seed"]}
-        return [protocol_fact(key, known[key]) for key in keys if key in known]
-
-    def row(record: Record) -> tuple[str, ...]:
-        return by_work(record), *settings(record, SETTINGS)
-
-    def column(record: Record) -> tuple[str, str]:
-        return by_subject(record), record["measure"].replace("_", " ")
-
-    cells = {(row(record), column(record)): record for record in records}
-    records = list(cells.values())
-    differing = [key for key in SETTINGS if len({str(settings(r, [key])) for r in records}) > 1]
-    firsts = list({row(record): record for record in reversed(records)}.values())[::-1]
-    columns = list(dict.fromkeys(map(column, records)))
-    subjects, measures = (set(names) for names in zip(*columns, strict=True))
-    if len(subjects) == 1:
-        headings = [measure for _, measure in columns]
-    elif len(measures) == 1:
-        headings = [subject for subject, _ in columns]
-    else:
-        headings = [f"{subject}: {measure}" for subject, measure in columns]
-    rows = []
-    for first in firsts:
-        measured = [cells.get((row(first), each)) for each in columns]
-        values = ["" if r is None else f"{significant(r['value'])} {r['unit']}" for r in measured]
-        told = [", ".join(settings(first, differing))] if differing else []
-        rows.append([by_work(first), *told, *values])
-    settings_heading = ["settings"] if differing else []
-    alone = [names.pop() for names in (measures, subjects) if len(names) == 1]
-    return section(
-        f"## {file.stem}",
-        markdown_table(
-            ["work", *settings_heading, *headings],
-            "l" * (1 + len(settings_heading)) + "r" * len(columns),
-            rows,
-        ),
-        circumstances(records, lambda _: "; ".join([*alone, shared_facts(records)])),
-        file,
-        up="../",
-    )
+# Tests
 
 
-def shared_facts(records: Sequence[Record]) -> str:
-    """What the protocols of all records agree in, as far as it is short."""
-    first, *others = (record["protocol"] for record in records)
-    shared = [key for key in first if all(other.get(key) == first[key] for other in others)]
-    facts = [protocol_fact(key, first[key]) for key in shared if not isinstance(first[key], dict)]
-    return "; ".join(fact for fact in facts if len(fact) <= LONGEST_FACT)
+def gpu_tests(place: Place) -> str:
+    """When the tests that need a GPU passed last, and where."""
+    found = [r for file in place.files("gpu-tests.jsonl") for r in read_records(file, AnyRecord)]
+    if not found:
+        return ""
+    passed, facts = f"{found[-1].value:g} tests", found[-1].protocol
+    skipped = f", {facts['skipped']} skipped" if facts.get("skipped") else ""
+    commit = f"; commit {found[-1].commit}" if found[-1].commit else ""
+    told = f"{device(found[-1])}{commit}; {found[-1].time[:10]}"
+    link = place.link(place.results / "gpu-tests.jsonl")
+    return f"Last pass: {passed}{skipped}, in {facts['seconds']:.0f} s; {told}. {link}"
 
 
-def protocol_fact(key: str, value: object) -> str:
-    if isinstance(value, list):
-        value = ", ".join(map(str, value))
-    elif isinstance(value, int):
-        value = f"{value:,}"
-    elif isinstance(value, float):
-        value = f"{value:.4g}"
-    return f"{key.replace('_', ' ')} {value}"
+# What is told of backbones
 
 
-def significant(value: float) -> str:
-    """Four digits, or more where there are more before the point."""
-    if value == 0 or not math.isfinite(value):
-        return str(value)
-    return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
+def backbone_name(record: Judged) -> str:
+    return f"{name_of(record)}, {epochs_of(record)}" if record.protocol.epoch else name_of(record)
 
 
-def percentage(record: Record) -> str:
-    return f"{record['value']:.1f} {record['unit']}"
+def epochs_of(record: Judged) -> str:
+    """Of training without labels, or with them, that the backbone has seen."""
+    return "1 epoch" if record.protocol.epoch == 1 else f"{record.protocol.epoch} epochs"
 
 
-def name_of(record: Record) -> str:
-    return SUBJECTS.get(by_subject(record), by_subject(record))
-
-
-def epoch(record: Record) -> int:
-    """Epochs of training without labels, or with them, that the backbone has seen."""
-    return int(record["protocol"]["epoch"])
-
-
-def circumstances(records: Sequence[Record], *facts: Fact) -> str:
-    """The facts, and then seed, machine, versions, commit and date; several where they differ."""
-    general: tuple[Fact, ...] = (
-        lambda r: f"seed {r['seed']}",
-        lambda r: machine(r["machine"]),
-        lambda r: f"torch {r['versions']['torch']}",
-        lambda r: f"commit {r['commit']}" if r["commit"] else None,
-        lambda r: r["time"][:10],
-    )
-    told = (" / ".join(dict.fromkeys(filter(None, map(f, records)))) for f in (*facts, *general))
-    return "; ".join(filter(None, told)) + "."
-
-
-def setting(key: str, words: str) -> Fact:
-    """A setting of the protocol in words, where it has it."""
-    return lambda record: (
-        words.format(record["protocol"][key]) if key in record["protocol"] else None
-    )
-
-
-image_size = setting("size", "images of {} px")
-batch_size = setting("batch", "batch {}")
-bank_length = setting("bank_length", "K {}")
-
-
-def data(record: Record) -> str:
-    """Without what tells the split: ``archive pets.tar (train), 80 % kept`` is of pets.tar."""
-    return str(record["protocol"].get("data", "")).partition(" (train)")[0]
-
-
-def number_of_rounds(record: Record) -> str | None:
-    rounds = record["protocol"].get("rounds")
-    return None if rounds is None else f"{len(rounds)} rounds" if len(rounds) > 1 else "1 round"
-
-
-SPEED_FACTS = (data, batch_size, bank_length, image_size, number_of_rounds)
-
-
-def judged_by_neighbours(record: Record) -> str:
-    protocol = record["protocol"]
-    if protocol["split"] == "leave one out":
-        return f"each of {protocol['judged_images']:,} images judged by all others"
-    return (
-        f"{protocol['judged_images']:,} {protocol['split']} images judged by "
-        f"{protocol['bank_images']:,} training images"
-    )
-
-
-def judged_on(record: Record) -> str:
-    return f"{data(record)}, {record['protocol']['judged_images']:,} test images"
-
-
-def votes(record: Record) -> str:
-    return f"k {record['protocol']['k']}, temperature {record['protocol']['temperature']}"
-
-
-def kept_watch(record: Record) -> str | None:
-    """How often a run that took its time was interrupted for kNN."""
-    settings = yaml.safe_load(record["protocol"].get("settings", "{}"))
-    every = settings.get("monitor", {}).get("knn_every")
-    if every is None:
+def crop_size(record: Judged) -> str | None:
+    """Of the random crops that a protocol learns from, if it does."""
+    protocol = record.protocol
+    if isinstance(protocol, KnnProtocol) or record.measure == "transfer_frozen":
         return None
-    return f"the time includes kNN every {'epoch' if every == 1 else f'{every} epochs'}"
+    return f"crops of {protocol.crop_size or protocol.size} px"
 
 
-def machine(facts: dict[str, Any]) -> str:
-    return ", ".join([*facts.get("gpus", []), facts["processor"], f"{facts['threads']} threads"])
+def judged_by_neighbours(record: Knn) -> str:
+    protocol = record.protocol
+    if protocol.split == "leave one out":
+        return f"each of {protocol.judged_images:,} images judged by all others"
+    return (
+        f"{protocol.judged_images:,} {protocol.split} images judged by "
+        f"{protocol.bank_images:,} training images"
+    )
 
 
-def section(heading: str, table: str, below: str, file: Path, up: str = "") -> str:
-    """``up`` leads from the page to the root of the repository."""
-    link = f"{up}{file.relative_to(ROOT)}" if file.is_relative_to(ROOT) else file.name
-    return f"{heading}\n\n{table}\n\n{below} ([records]({link}))"
+def judged_on(record: Judged) -> str:
+    return f"{data(record)}, {record.protocol.judged_images:,} test images"
 
 
-def markdown_table(headings: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> str:
-    rules = ["---:" if side == "r" else "---" for side in align]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in [headings, rules, *rows])
+def votes(record: Knn) -> str:
+    return f"k {record.protocol.k}, temperature {record.protocol.temperature}"
+
+
+NEIGHBOUR_FACTS = (data, judged_by_neighbours, votes, image_size)

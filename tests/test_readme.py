@@ -1,6 +1,7 @@
-"""README.md keeps its word: its code runs, its commands exist, its tables are up to date."""
+"""README.md and docs/ keep their word: code runs, commands exist, tables are up to date."""
 
 import importlib
+import inspect
 import json
 import math
 import re
@@ -24,24 +25,28 @@ from xmoco.data.label_file import read_label_file
 from xmoco.data.torchvision_sets import SPLIT_ARGUMENTS
 from xmoco.data.transfer_sets import HELD_OUT_PERCENT, TRANSFER_SETS
 from xmoco.data.trees import FolderTree
+from xmoco.errors import UserError
 from xmoco.evaluate.classify import FINETUNE, LINEAR
 from xmoco.evaluate.grid import GRIDS
 from xmoco.evaluate.logistic import STRENGTHS
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
-from xmoco.records import Record, append_records
+from xmoco.records import Measured, Record, append_records
 from xmoco.settings import load_config
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = {
-    name: (ROOT / name).read_text("utf-8")
-    for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/measurements.md")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+"""What users read."""
+TEXTS = {str(page.relative_to(ROOT)): page.read_text("utf-8") for page in PAGES}
+FOR_USERS = "\n".join(TEXTS.values())
+DOCUMENTS = TEXTS | {
+    name: (ROOT / name).read_text("utf-8") for name in ("CONTRIBUTING.md", "CHANGELOG.md")
 }
 
 
-def blocks(language: str, text: str = README) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+def blocks(language: str, text: str = FOR_USERS) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [block for spoken, block in found if spoken == language]
 
 
 def shell_lines(text: str) -> list[str]:
@@ -51,10 +56,11 @@ def shell_lines(text: str) -> list[str]:
 
 def xmoco_commands() -> list[str]:
     """Commands in blocks, those that torchrun starts included, and whole ones within sentences."""
-    in_blocks = [line.partition("-m xmoco ")[2] or line for line in shell_lines(README)]
+    in_blocks = [line.partition("-m xmoco ")[2] or line for line in shell_lines(FOR_USERS)]
     commands = [line.removeprefix("xmoco ") for line in in_blocks if "make" not in line]
-    in_text = re.findall(r"`xmoco ([a-z]+ [^`]*)`", README)
-    return [line for line in commands + in_text if not line.startswith("source ")]
+    in_text = re.findall(r"`xmoco ([a-z]+ [^`]*)`", FOR_USERS)
+    found = [line for line in commands + in_text if not line.startswith("source ")]
+    return list(dict.fromkeys(found))
 
 
 def python_block(containing: str) -> str:
@@ -62,9 +68,17 @@ def python_block(containing: str) -> str:
     return block
 
 
+TESTED_BLOCKS = ("XMoCoLoss", "load_backbone(", "load_file(", "xmoco.pretrain(", "eval_size=")
+"""Each by something that only it contains; every one is run by a test below."""
+
+
+def test_every_block_is_run() -> None:
+    assert len({python_block(containing) for containing in TESTED_BLOCKS}) == len(blocks("python"))
+
+
 def run(code: str) -> dict[str, Any]:
     names: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), names)
+    exec(compile(code, "a page", "exec"), names)
     return names
 
 
@@ -108,7 +122,7 @@ def test_weights_load_as_shown(photos: Path, capsys: pytest.CaptureFixture[str])
 
 
 def test_the_stem_for_small_images_loads_as_described(photos: Path) -> None:
-    replacements = re.findall(r"`(model\.\w+ = torch\.nn\.[^`]*)`", README)
+    replacements = re.findall(r"`(model\.\w+ = torch\.nn\.[^`]*)`", FOR_USERS)
     assert len(replacements) == 2
     code = "import torch, torchvision\nmodel = torchvision.models.resnet18()\n"
     model = run(code + "\n".join(replacements))["model"]
@@ -136,6 +150,24 @@ def test_pretraining_from_python_has_real_settings(
     monkeypatch.setattr(xmoco, "evaluate_knn", evaluate_knn, raising=False)
     run(python_block("xmoco.pretrain("))
     assert asked["epochs"] == 3
+
+
+def test_evaluation_from_python_runs_as_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = inspect.signature(xmoco.evaluate_knn)
+
+    def evaluate_knn(*given: Any, **named: Any) -> list[Record]:
+        asked = real.bind(*given, **named).arguments
+        assert asked["options"] == xmoco.EvalOptions(device="cpu", eval_size=48)
+        return [
+            Record("knn_top1", 90.0 + k, "%", "xmoco", "patterns-tiny", {"k": k}, 0)
+            for k in asked["ks"]
+        ]
+
+    monkeypatch.setattr(xmoco, "evaluate_knn", evaluate_knn, raising=False)
+    run(python_block("eval_size="))
+    assert capsys.readouterr().out == "20 110.0\n200 290.0\n"
 
 
 def test_there_are_commands_of_every_kind() -> None:
@@ -186,14 +218,35 @@ def test_other_commands_exist() -> None:
                 assert (ROOT / arguments[0]).is_file(), line
 
 
+def anchors(text: str) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere(name: str) -> None:
-    text, folder = DOCUMENTS[name], (ROOT / name).parent
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
-        assert target.startswith("https://") or (folder / target).exists(), target
-    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
-    for anchor in re.findall(r"\]\(#([^)]+)\)", text):
-        assert anchor in [heading.lower().replace(" ", "-") for heading in headings]
+    folder = (ROOT / name).parent
+    for target in re.findall(r"\]\(([^)]+)\)", DOCUMENTS[name]):
+        path, _, anchor = target.partition("#")
+        if not target.startswith("https://"):
+            file = folder / path if path else ROOT / name
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(file.read_text("utf-8")), target
+
+
+def test_every_page_is_linked_from_the_first() -> None:
+    for name in TEXTS:
+        assert name == "README.md" or f"]({name})" in TEXTS["README.md"], name
+
+
+def test_the_first_page_is_read_in_three_minutes() -> None:
+    assert len(TEXTS["README.md"].splitlines()) <= 220
+
+
+def test_no_page_names_a_folder_of_the_machine_it_was_written_on() -> None:
+    for name, text in DOCUMENTS.items():
+        assert not re.search(r"(?<![\w.~-])/(home|root|work|tmp|mnt)/", text), name
 
 
 def test_the_picture_is_small() -> None:
@@ -201,16 +254,16 @@ def test_the_picture_is_small() -> None:
 
 
 def test_names_of_sets_are_those_there_are() -> None:
-    (sentence,) = re.findall(r"The paper's ten sets are (.*?), or `all`", README)
+    (sentence,) = re.findall(r"The paper's ten sets are (.*?), or `all`", FOR_USERS)
     assert re.findall(r"`(\w+)`", sentence) == [name.lower() for name in TRANSFER_SETS]
-    (names,) = re.findall(r"`torchvision:NAME`, for (.*?) \(", README)
+    (names,) = re.findall(r"`torchvision:NAME`, for (.*?) \(", FOR_USERS)
     assert set(re.split(r", | or ", names)) == set(SPLIT_ARGUMENTS)
 
 
 def test_metrics_are_those_of_the_paper() -> None:
     text = (ROOT / "src" / "xmoco" / "report" / "paper_transfer.yaml").read_text(encoding="utf-8")
     metrics: dict[str, str] = yaml.safe_load(text)["sets"]
-    (names,) = re.findall(r"mean per class for (.*?), 11-point mAP for VOC2007, top-1", README)
+    (names,) = re.findall(r"mean per class for (.*?), 11-point mAP for VOC2007, top-1", FOR_USERS)
     named = dict.fromkeys(re.split(r", | and ", names), "mean per class")
     assert metrics == dict.fromkeys(TRANSFER_SETS, "top-1") | named | {"VOC2007": "11-point mAP"}
 
@@ -224,7 +277,7 @@ def test_figures_that_are_settings_are_those_in_force() -> None:
         f"{HELD_OUT_PERCENT} % of every class in `train/`",
         f"({load_config('imagenet').data.preload_gib:g} GiB unless you change it)",
     ):
-        assert fact in README, fact
+        assert fact in FOR_USERS, fact
 
 
 def test_the_label_file_is_read_as_shown(tmp_path: Path) -> None:
@@ -254,91 +307,186 @@ def tables(benchmarks: None) -> ModuleType:
     return importlib.import_module("tables")
 
 
-def test_tables_are_up_to_date(generator: ModuleType) -> None:
-    advice = "run: python benchmarks/readme.py"
-    assert generator.up_to_date(README) == README, advice
-    page = generator.MEASUREMENTS.read_text(encoding="utf-8")
-    assert generator.measurements_page(generator.RESULTS) == page, advice
+@pytest.fixture(scope="module")
+def plain(benchmarks: None) -> ModuleType:
+    return importlib.import_module("plain_tables")
 
 
-def record(subject: str, value: float, epoch: int, **protocol: Any) -> dict[str, Any]:
+@pytest.fixture
+def place(benchmarks: None, tmp_path: Path) -> Any:
+    """Records in a temporary folder, shown on a page in the root."""
+    return importlib.import_module("told").Place(tmp_path)
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_tables_are_up_to_date(generator: ModuleType, name: str) -> None:
+    text = DOCUMENTS[name]
+    assert generator.up_to_date(text, ROOT / name) == text, "run: python benchmarks/readme.py"
+
+
+def test_every_part_stands_on_one_page(generator: ModuleType) -> None:
+    text = "\n".join(DOCUMENTS[str(page.relative_to(ROOT))] for page in generator.pages())
+    parts = re.findall(r"^<!-- ([\w-]+):begin -->$", text, flags=re.MULTILINE)
+    assert sorted(parts) == sorted(generator.PARTS)
+
+
+def test_every_file_of_records_is_shown(generator: ModuleType) -> None:
+    for file in generator.RESULTS.glob("*.jsonl"):
+        assert any(f"benchmarks/results/{file.name})" in text for text in DOCUMENTS.values()), file
+
+
+def test_only_generated_parts_are_rewritten(generator: ModuleType) -> None:
+    page, text = ROOT / "README.md", TEXTS["README.md"]
+    end = "<!-- speed-in-brief:end -->"
+    after = generator.up_to_date(text.replace(end, f"typed by hand\n{end}"), page)
+    assert after == text
+    assert generator.up_to_date(f"By hand.\n{text}", page) == f"By hand.\n{text}"
+
+
+def rows_of(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("|")]
+
+
+def mostly_empty_columns(text: str) -> list[str]:
+    """Headings of columns that have nothing to say in more than half of their rows."""
+    found = []
+    for table in re.findall(r"(?:^\|.*\|\n?)+", text, flags=re.MULTILINE):
+        headings, _, *rows = (
+            [cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()
+        )
+        for column, heading in zip(zip(*rows, strict=True), headings, strict=True):
+            if sum(cell in ("", "–") for cell in column) > len(column) / 2:
+                found.append(heading)
+    return found
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_no_column_is_mostly_empty(name: str) -> None:
+    assert mostly_empty_columns(TEXTS[name]) == []
+
+
+def test_the_rule_finds_such_columns() -> None:
+    assert mostly_empty_columns("| a | b |\n|---|---|\n| 1 | – |\n| 2 |  |\n") == ["b"]
+
+
+# Learning
+
+
+def knn(subject: str, value: float, epoch: int, **protocol: Any) -> Record:
     settings = {"data": "folder pets (train)", "split": "test", "size": 64, "k": 20}
     sizes = {"temperature": 0.1, "bank_images": 3000, "judged_images": 1000, "epoch": epoch}
-    return {
-        "measure": "knn_top1",
-        "value": value,
-        "unit": "%",
-        "subject": subject,
-        "work": "pets-resnet18-2ep",
-        "protocol": settings | sizes | protocol,
-        "seed": 7,
-        "commit": "0123456789ab",
-        "versions": {"torch": "2.11.0"},
-        "machine": {"processor": "Abacus", "threads": 2},
-        "time": "2026-01-02T03:04:05Z",
-    }
+    return Record(
+        "knn_top1",
+        value,
+        "%",
+        subject,
+        "pets-resnet18-2ep",
+        settings | sizes | protocol,
+        seed=7,
+        commit="0123456789ab",
+        versions={"torch": "2.11.0"},
+        machine={"processor": "Abacus", "threads": 2},
+        time="2026-01-02T03:04:05Z",
+    )
+
+
+def learning(tables: ModuleType, place: Any, *records: Record) -> str:
+    file = place.results / "recipe-pets.jsonl"
+    file.unlink(missing_ok=True)
+    append_records(file, records)
+    return str(tables.learning_tables(place, "recipe-*.jsonl"))
 
 
 def test_a_training_judged_by_other_sizes_than_its_baselines_names_them(
-    tables: ModuleType, tmp_path: Path
+    tables: ModuleType, place: Any
 ) -> None:
-    records = [record("raw pixels", 10.04, 0, size=32), record("xmoco", 44.44, 2, size=48)]
-    lines = "".join(json.dumps(line) + "\n" for line in records)
-    (tmp_path / "recipe-pets.jsonl").write_text(lines, encoding="utf-8")
-    text = tables.results_tables(tmp_path)
-    assert "| raw pixels, 32 px |  | 10.0 % |  |\n| XMoCo, 48 px | 2 | 44.4 % |  |\n" in text
-
-
-def test_tables_hold_the_last_records_and_their_protocol(
-    tables: ModuleType, tmp_path: Path
-) -> None:
-    records = [
-        record("raw pixels", 10.04, 0),
-        record("xmoco", 33.3, 1, run_seconds=61.6),
-        record("xmoco", 11.1, 2, run_seconds=99.9),
-        record("xmoco", 44.44, 2, run_seconds=61.6),  # measured again
+    text = learning(
+        tables, place, knn("raw pixels", 10.04, 0, size=32), knn("xmoco", 44.44, 2, size=48)
+    )
+    assert rows_of(text)[2:] == [
+        "| raw pixels, 32 px | 10.0 % |",
+        "| XMoCo, 2 epochs, 48 px | 44.4 % |",
     ]
-    lines = "".join(json.dumps(line) + "\n" for line in records)
-    (tmp_path / "recipe-pets.jsonl").write_text(lines, encoding="utf-8")
-    text = tables.results_tables(tmp_path)
-    assert "| raw pixels |  | 10.0 % |  |\n| XMoCo | 1 | 33.3 % |  |\n" in text
-    assert "| XMoCo | 2 | 44.4 % | 62 s |" in text
-    assert "11.1" not in text
+
+
+def test_tables_hold_the_last_records_and_their_protocol(tables: ModuleType, place: Any) -> None:
+    text = learning(
+        tables,
+        place,
+        knn("raw pixels", 10.04, 0),
+        knn("xmoco", 33.3, 1, run_seconds=61.6),
+        knn("xmoco", 11.1, 2, run_seconds=99.9),
+        knn("xmoco", 44.44, 2, run_seconds=61.6),  # measured again
+    )
+    assert rows_of(text)[2:] == [
+        "| raw pixels | 10.0 % |",
+        "| XMoCo, 1 epoch | 33.3 % |",
+        "| XMoCo, 2 epochs | 44.4 % |",
+    ]
     for fact in (
+        "Time of training: XMoCo 62 s.",
+        "One seed (7);",
         "folder pets;",
         "1,000 test images judged by 3,000 training images",
         "k 20, temperature 0.1",
-        "seed 7",
         "Abacus, 2 threads",
         "torch 2.11.0",
         "commit 0123456789ab",
-        "2026-01-02",
+        "2026-01-02.",
         "(recipe-pets.jsonl)",
     ):
         assert fact in text, fact
 
 
-def test_of_a_long_training_the_quarters_are_shown(tables: ModuleType, tmp_path: Path) -> None:
-    records = [record("untrained", 1.0, 0)]
-    records += [record("xmoco", epoch / 10, epoch) for epoch in range(7, 205, 7)]
-    records += [record("mocov2plus", 7.7, 50)]  # not finished yet
-    lines = "".join(json.dumps(line) + "\n" for line in records)
-    (tmp_path / "recipe-pets.jsonl").write_text(lines, encoding="utf-8")
-    rows = re.findall(r"^\| ([\w +]+) \| (\d*) \|", tables.results_tables(tmp_path), re.MULTILINE)
+def test_of_a_long_training_the_quarters_are_shown(tables: ModuleType, place: Any) -> None:
+    records = [knn("untrained", 1.0, 0)]
+    records += [knn("xmoco", epoch / 10, epoch) for epoch in range(7, 205, 7)]
+    records += [knn("mocov2plus", 7.7, 50)]  # not finished yet
+    rows = [row.split("|")[1].strip() for row in rows_of(learning(tables, place, *records))[2:]]
     assert rows == [
-        ("untrained backbone", ""),
-        *(("XMoCo", epoch) for epoch in ("49", "98", "147", "203")),
-        ("MoCo v2+", "50"),
+        "untrained backbone",
+        *(f"XMoCo, {epochs} epochs" for epochs in (49, 98, 147, 203)),
+        "MoCo v2+, 50 epochs",
     ]
+
+
+def test_the_time_of_a_run_tells_how_often_knn_was_in_it(tables: ModuleType, place: Any) -> None:
+    for every, words in ((1, "every epoch."), (50, "every 50 epochs.")):
+        settings = f"monitor:\n  knn_every: {every}\n"
+        text = learning(tables, place, knn("xmoco", 44, 2, run_seconds=61.6, settings=settings))
+        assert f"XMoCo 62 s, with kNN {words}" in text
+
+
+def test_methods_are_compared_if_they_were_measured(tables: ModuleType, place: Any) -> None:
+    assert tables.methods_table(place) == ""
+    records = [knn("untrained", 17, 0), knn("byol", 80, 6), knn("swav", 85, 6), knn("swav", 90, 6)]
+    append_records(place.results / "methods.jsonl", records)
+    assert rows_of(tables.methods_table(place))[2:] == [
+        "| SwAV, 6 epochs | 90.0 % |",
+        "| BYOL, 6 epochs | 80.0 % |",
+        "| untrained backbone | 17.0 % |",
+    ]
+
+
+def test_a_record_that_a_table_cannot_show_is_named(tables: ModuleType, place: Any) -> None:
+    with pytest.raises(UserError, match=r"recipe-pets\.jsonl, line 2: protocol\.k = '20' must be"):
+        learning(tables, place, knn("xmoco", 1, 1), knn("xmoco", 1, 1, k="20"))
+
+
+# Protocols
 
 
 def protocol_record(
     measure: str, value: float, subject: str, work: str = "pets-resnet18", **protocol: Any
 ) -> Record:
-    """As ``Case.record`` makes them."""
+    """As ``Evaluation.record`` makes them."""
     epoch = {"xmoco": 200, "supervised": 40, "untrained": 0}[subject]
     shared = {"data": "archive pets.tar (train)", "backbone": "resnet18", "size": 32}
     shared |= {"epoch": epoch, "split": "test", "judged_images": 1500}
+    if measure == "knn_top1":
+        shared |= {"temperature": 0.1, "bank_images": 6000}
+    if measure.startswith("linear"):
+        shared |= {"label_fraction": 1.0}
     return Record(measure, value, "%", subject, work, shared | protocol, seed=0)
 
 
@@ -366,158 +514,248 @@ def judged(subject: str, value: float) -> list[Record]:
     return [*knn, frozen, *tuned, end_to_end, *linear]
 
 
-def test_protocols_are_rows_and_backbones_columns(tables: ModuleType, tmp_path: Path) -> None:
-    file = tmp_path / "protocols-pets-resnet18.jsonl"
+def test_protocols_are_rows_and_backbones_columns(
+    tables: ModuleType, plain: ModuleType, place: Any
+) -> None:
+    file = place.results / "protocols-pets-resnet18.jsonl"
     append_records(file, judged("untrained", 10))
     append_records(file, judged("supervised", 50.04)[:4])
     append_records(file, judged("xmoco", 30))
     append_records(file, judged("xmoco", 40))  # measured again
-    text = tables.results_tables(tmp_path)
-    heading, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert text.startswith("**pets-resnet18**\n")
+    text = tables.protocols_tables(place)
+    heading, _, *rows = rows_of(text)
     assert (
         heading == "| protocol | XMoCo, 200 epochs | supervised, 40 epochs | untrained backbone |"
     )
     assert rows == [
         "| kNN, k 20 | 40.2 % | 50.2 % | 10.2 % |",
         "| kNN, k 200 | 42.0 % | 52.0 % | 12.0 % |",
-        "| linear (paper) | 41.0 % |  | 11.0 % |",
-        "| linear (MoCo) | 41.0 % |  | 11.0 % |",
-        "| fine-tune, 1 % of the labels | 41.0 % |  | 11.0 % |",
-        "| fine-tune, 10 % of the labels | 41.0 % |  | 11.0 % |",
-        "| fine-tune, 100 % of the labels | 41.0 % |  | 11.0 % |",
-        "| transfer to birds, frozen, mean per class | 40.0 % |  | 10.0 % |",
-        "| transfer to birds, end to end (small grid), mean per class | 40.0 % |  | 10.0 % |",
+        "| linear (paper) | 41.0 % | – | 11.0 % |",
+        "| linear (MoCo) | 41.0 % | – | 11.0 % |",
+        "| fine-tune, 1 % of the labels | 41.0 % | – | 11.0 % |",
+        "| fine-tune, 10 % of the labels | 41.0 % | – | 11.0 % |",
+        "| fine-tune, 100 % of the labels | 41.0 % | – | 11.0 % |",
+        "| transfer to birds, frozen, mean per class | 40.0 % | – | 10.0 % |",
+        "| transfer to birds, end to end (small grid), mean per class | 40.0 % | – | 10.0 % |",
     ]
     assert "archive pets.tar, 1,500 test images / folder birds, 99 test images;" in text
     assert "images of 32 px" in text
-    assert tables.measurements_page(tmp_path).endswith("There are no such records yet.\n")
+    assert plain.other_tables(place) == ""
 
 
-def test_images_of_several_sizes_have_columns_of_their_own(
-    tables: ModuleType, tmp_path: Path
-) -> None:
-    file = tmp_path / "protocols-pets-resnet18.jsonl"
+def test_images_of_several_sizes_have_columns_of_their_own(tables: ModuleType, place: Any) -> None:
+    file = place.results / "protocols-pets-resnet18.jsonl"
     moco = {"name": "linear (MoCo)", "size": 48, "crop_size": 32}
     large = protocol_record("linear_top1", 50, "xmoco", **moco)
     small = protocol_record("linear_top1", 45, "xmoco", **moco | {"size": 32})
     neighbours = protocol_record("knn_top1", 30, "xmoco", k=200, size=48)
     append_records(file, [large, small, neighbours])
     append_records(file, [*judged("xmoco", 40)[:4], *judged("untrained", 10)[:4]])
-    text = tables.results_tables(tmp_path)
-    heading, _, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    text = tables.protocols_tables(place)
+    heading, _, *rows = rows_of(text)
     assert heading == (
         "| protocol | XMoCo, 200 epochs, 32 px | XMoCo, 200 epochs, 48 px "
         "| untrained backbone, 32 px |"
     )
     assert rows == [
-        "| kNN, k 20 | 40.2 % |  | 10.2 % |",
+        "| kNN, k 20 | 40.2 % | – | 10.2 % |",
         "| kNN, k 200 | 42.0 % | 30.0 % | 12.0 % |",
-        "| linear (MoCo) | 45.0 % | 50.0 % |  |",
+        "| linear (MoCo) | 45.0 % | 50.0 % | – |",
     ]
     assert "images of 48 px / images of 32 px; crops of 32 px;" in text
 
 
-def test_crops_of_several_sizes_have_rows_of_their_own(tables: ModuleType, tmp_path: Path) -> None:
-    file = tmp_path / "protocols-pets-resnet18.jsonl"
+def test_crops_of_several_sizes_have_rows_of_their_own(tables: ModuleType, place: Any) -> None:
+    file = place.results / "protocols-pets-resnet18.jsonl"
     for value, crops in ((40, 32), (50, 48)):
         facts = {"name": "linear (MoCo)", "size": 48, "crop_size": crops}
         append_records(file, [protocol_record("linear_top1", value, "xmoco", **facts)])
-    _, _, *rows = [r for r in tables.results_tables(tmp_path).splitlines() if r.startswith("|")]
-    assert rows == [
+    assert rows_of(tables.protocols_tables(place))[2:] == [
         "| linear (MoCo), crops of 32 px | 40.0 % |",
         "| linear (MoCo), crops of 48 px | 50.0 % |",
     ]
 
 
 def test_different_weights_of_one_name_have_columns_of_their_own(
-    tables: ModuleType, tmp_path: Path
+    tables: ModuleType, place: Any
 ) -> None:
-    file = tmp_path / "protocols-pets-resnet18.jsonl"
+    file = place.results / "protocols-pets-resnet18.jsonl"
     for value, digest in ((40, "aaaaaaaaaaaa"), (50, "bbbbbbbbbbbb")):
         record = protocol_record("knn_top1", value, "xmoco", k=200, digest=digest)
         append_records(file, [record])
     append_records(file, [protocol_record("knn_top1", 10, "untrained", k=200)])
-    heading, _, row = [
-        line for line in tables.results_tables(tmp_path).splitlines() if line.startswith("|")
-    ]
+    heading, _, row = rows_of(tables.protocols_tables(place))
     names = "XMoCo, 200 epochs (aaaaaa) | XMoCo, 200 epochs (bbbbbb) | untrained backbone"
     assert heading == f"| protocol | {names} |"
     assert row == "| kNN, k 200 | 40.0 % | 50.0 % | 10.0 % |"
 
 
-def test_the_time_of_a_run_tells_how_often_knn_was_in_it(
-    tables: ModuleType, tmp_path: Path
+def test_of_changed_recipes_shared_protocols_are_shown(tables: ModuleType, place: Any) -> None:
+    file = place.results / "changed-recipes.jsonl"
+    append_records(file, [knn("untrained", 5, 0, changes="batch=1")])
+    for changes, value in (("batch=1", 10), ("batch=2", 20)):
+        append_records(file, [knn("xmoco", value, 2, changes=changes)])
+    append_records(file, [protocol_record("knn_top1", 30, "xmoco", k=200, changes="batch=1")])
+    assert rows_of(tables.changed_recipes_table(place)) == [
+        "| changes | kNN, k 20 |",
+        "| --- | ---: |",
+        "| `batch=1` | 10.0 % |",
+        "| `batch=2` | 20.0 % |",
+    ]
+
+
+def test_the_headline_tells_size_seed_and_time(tables: ModuleType, place: Any) -> None:
+    assert tables.headline(place) == ""
+    run = Record(
+        **asdict(knn("xmoco", 80, 200, run_seconds=408.0))
+        | {"machine": {"gpus": ["Loom"], "processor": "Abacus", "threads": 2}}
+    )
+    append_records(place.results / "recipe-cifar10-resnet18-200ep.jsonl", [run])
+    moco = {"name": "linear (MoCo)", "crop_size": 32}
+    found = [
+        protocol_record("linear_top1", 88.8, "xmoco", **moco),
+        protocol_record("linear_top1", 91.2, "xmoco", **moco | {"size": 48}),
+    ]
+    append_records(place.results / "protocols-cifar10-resnet18.jsonl", found)
+    text = tables.headline(place)
+    assert "in 7 minutes on one Loom" in text
+    assert "91.2 %" in text
+    assert "(one seed (0); images shown at 48 px, 88.8 % at 32 px;" in text
+    assert rows_of(tables.results_in_brief(place))[-1] == "| linear classifier | 88.8 % | 91.2 % |"
+
+
+# Speed
+
+
+def speed_record(subject: str, value: float, times: float | None, **protocol: Any) -> Record:
+    facts = {"data": "CIFAR-10", "batch": 512, "size": 32, "bank_length": 4096}
+    facts |= {"precision": "bf16", "rounds": [value], "steps": 60, "waiting": 0.0123}
+    facts |= {"gpu_memory_gib": 3.21, "times_baseline": times} | protocol
+    work = "speed-cifar10-resnet18"
+    return Record("images_per_second", value, "images/s", subject, work, facts, seed=0)
+
+
+def stage_record(stage: str, value: float, subject: str = "xmoco") -> Record:
+    facts = {"data": "CIFAR-10", "batch": 512, "size": 32, "bank_length": 4096, "stage": stage}
+    return Record("stage_ms", value, "ms", subject, "speed-cifar10-resnet18", facts, seed=0)
+
+
+def test_speeds_stand_beside_the_best_baseline_and_above_their_stages(
+    tables: ModuleType, place: Any
 ) -> None:
-    for every, words in ((1, "every epoch;"), (50, "every 50 epochs;")):
-        settings = f"monitor:\n  knn_every: {every}\n"
-        line = json.dumps(record("xmoco", 44.44, 2, run_seconds=61.6, settings=settings))
-        (tmp_path / "recipe-pets.jsonl").write_text(line + "\n", encoding="utf-8")
-        assert f"the time includes kNN {words}" in tables.results_tables(tmp_path)
+    append_records(
+        place.results / "speed.jsonl",
+        [
+            speed_record("xmoco", 1111, 0.2),
+            speed_record("lightly (its defaults)", 2500, 0.5, precision="fp32"),
+            speed_record("xmoco", 20000, 4.0, rounds=[1.0, 2.0, 3.0]),
+            speed_record("lightly", 5000, 1.0),
+            speed_record("xmoco", 21000, None),  # later, beside nobody
+            speed_record("xmoco (before)", 20500, None),
+            speed_record("mocov2plus", 22000, None),
+            *(stage_record(stage, 5.0) for stage in ("images", "gone")),
+            *(stage_record(stage, value) for stage, value in (("images", 1.0), ("views", 3.0))),
+            stage_record("views", 2.0, "mocov2plus"),
+        ],
+    )
+    text = tables.speed_tables(place)
+    assert text.startswith("### ResNet-18, CIFAR-10, 32 px\n")
+    assert rows_of(text) == [
+        "|  | precision | images/s | × best baseline | GPU memory | waiting |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
+        "| XMoCo | bf16 | 20,000 | 4.00 | 3.2 GiB | 1.2 % |",
+        "| lightly, its defaults | fp32 | 2,500 | 0.50 | 3.2 GiB | 1.2 % |",
+        "| lightly, at its best | bf16 | 5,000 | 1.00 | 3.2 GiB | 1.2 % |",
+        "| MoCo v2+ | bf16 | 22,000 |  | 3.2 GiB | 1.2 % |",
+        "| stage of a step | XMoCo | MoCo v2+ |",
+        "| --- | ---: | ---: |",
+        "| images | 1.00 ms, 25 % | – |",
+        "| views | 3.00 ms, 75 % | 2.00 ms, 100 % |",
+    ]
+    assert "One seed (0); the median of 3 rounds / one round; CIFAR-10; batch 512; K 4,096;" in text
+    row = rows_of(tables.speed_in_brief(place))[-1]
+    assert row.startswith("| ResNet-18, CIFAR-10, 32 px | ")
+    assert row.endswith(
+        "| 20,000 | 5,000 (lightly, at its best) | 4.00 × | the median of 3 rounds |"
+    )
 
 
-def test_speeds_stand_beside_lightly_and_above_their_stages(
-    tables: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_encoder_alone_is_shown_where_it_is_a_bound(tables: ModuleType, place: Any) -> None:
+    file = place.results / "speed.jsonl"
+    append_records(file, [speed_record("xmoco", 200, 2.0), speed_record("encoder only", 100, 1.0)])
+    assert "encoder" not in tables.speed_tables(place)
+    append_records(file, [speed_record("encoder only", 150, 1.5, graph=True)])
+    assert "| the encoder alone, compiled | bf16 | 150 |" in tables.speed_tables(place)
+    append_records(file, [speed_record("encoder only", 300, 3.0)])
+    assert "| the encoder alone, compiled | bf16 | 300 |" in tables.speed_tables(place)
+
+
+def test_what_the_benchmark_measures_can_be_shown(
+    tables: ModuleType, place: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     speed = importlib.import_module("speed")
     config = load_config("cifar10", ["batch=512"])
-    options = SimpleNamespace(work="cifar10", results=tmp_path)
-
-    def race(**speeds_and_gib: tuple[float, float]) -> None:
-        outcomes = {}
-        for name, (images_per_second, gib) in speeds_and_gib.items():
-            outcomes[name] = outcome = speed.Outcome(config, steps=60)
-            outcome.speeds, outcome.waiting, outcome.gib = [images_per_second], [0.0123], gib
-        speed.show(outcomes, options)
-
-    race(xmoco=(1111, 1.0), lightly=(5000, 4.0), **{"lightly (its defaults)": (2500, 4.25)})
-    race(xmoco=(20000, 3.21), lightly=(5000, 4.0))
-    race(mocov2plus=(22000, 3.0))  # without lightly
-    speed.show_stages({"images": 5.0, "gone": 1.0, "views": 1.0}, config, options)
+    options = SimpleNamespace(work="cifar10", results=place.results)
+    outcomes = {}
+    for name, images_per_second in (("xmoco", 20000), ("lightly", 5000)):
+        outcomes[name] = outcome = speed.Outcome(config, 60, graphed=False)
+        outcome.speeds, outcome.waiting, outcome.gib = [images_per_second], [0.0123], 3.21
+    speed.show(outcomes, options)
     speed.show_stages({"images": 1.0, "views": 3.0}, config, options)
-    text = tables.speed_tables(tmp_path)
-    for line in (
-        "**speed-cifar10-resnet18**",
-        "| XMoCo | bf16 | 20,000 | 4.00 | 3.2 GiB | 1.2 % |",
-        "| lightly, at its best | bf16 | 5,000 | 1.00 | 4.0 GiB | 1.2 % |",
-        "| lightly, its defaults | fp32 | 2,500 | 0.50 | 4.2 GiB | 1.2 % |",
-        "| MoCo v2+ | bf16 | 22,000 |  | 3.0 GiB | 1.2 % |",
-        "**speed-cifar10-resnet18: stages of a step of XMoCo**",
-        "| images | 1.00 | 25.0 % |",
-        "| views | 3.00 | 75.0 % |",
-    ):
-        assert line in text.splitlines(), line
-    assert "CIFAR-10; batch 512; K 4096; images of 32 px;" in text
-    assert "1,111" not in text
-    assert "gone" not in text
-    assert tables.results_tables(tmp_path) == ""
+    rows = rows_of(tables.speed_tables(place))
+    assert "| XMoCo | bf16 | 20,000 | 4.00 | 3.2 GiB | 1.2 % |" in rows
+    assert "| views | 3.00 ms, 75 % |" in rows
 
 
-def test_the_rest_is_on_a_page_of_its_own(tables: ModuleType, tmp_path: Path) -> None:
-    def loss(value: float, launch: str, **protocol: Any) -> Record:
-        settings = {"batch": 512, "k": [10, 20], "launch": launch, "settings": "x" * 999}
-        return Record("loss_ms", value, "ms", "xmoco", "loss-512", settings | protocol, seed=0)
+# Any records
 
-    append_records(tmp_path / "loss.jsonl", [loss(9, "eager"), loss(2, "graph", off=1e-5)])
-    append_records(tmp_path / "loss.jsonl", [loss(1.23456, "eager", values={"a": 1})])
+
+def test_the_last_pass_of_the_gpu_tests_is_told(tables: ModuleType, place: Any) -> None:
+    assert tables.gpu_tests(place) == ""
+    for passed in (50, 61):
+        facts = {"failed": 0, "skipped": 2, "seconds": 94.6}
+        found = Record("gpu_tests_passed", passed, "tests", "xmoco", "gpu-tests", facts, 0)
+        append_records(place.results / "gpu-tests.jsonl", [found])
+    assert tables.gpu_tests(place).startswith("Last pass: 61 tests, 2 skipped, in 95 s; ")
+
+
+def test_records_nobody_asks_for_are_shown_as_they_are(plain: ModuleType, place: Any) -> None:
     strange = [
-        Record("fluffiness", 12345.6, "hairs", "cat", "fur", {}, seed=3),
+        Record("fluffiness", 12345.6, "hairs", "cat", "fur", {"off": 1e-5}, seed=3),
         Record("weight", 4, "kg", "cat", "fur", {}, seed=3),
         Record("weight", 9, "kg", "dog", "fur", {}, seed=3),
         Record("weight", 8, "kg", "dog", "fur", {}, seed=4),
     ]
-    append_records(tmp_path / "speed.jsonl", strange)
-    text = tables.measurements_page(tmp_path)
-    loss_part, speed_part = text.split("## ")[1:]
-    assert "| work | settings | loss ms |\n" in loss_part
-    assert "| loss-512 | launch eager | 1.235 ms |\n" in loss_part
-    assert "| loss-512 | launch graph | 2.000 ms |\n" in loss_part
-    assert "9.000" not in loss_part
-    assert "\n\nloss ms; xmoco; batch 512; k 10, 20; seed 0; " in loss_part
-    assert "| work | settings | cat: fluffiness | cat: weight | dog: weight |\n" in speed_part
-    assert "| fur | seed 3 | 12,346 hairs | 4.000 kg | 9.000 kg |\n" in speed_part
-    assert "| fur | seed 4 |  |  | 8.000 kg |\n" in speed_part
-    assert tables.speed_tables(tmp_path) == ""
+    append_records(place.results / "strange.jsonl", strange)
+    text = plain.other_tables(place)
+    assert text.startswith("## Other records\n\n### strange\n\nfluffiness:\n\n")
+    assert "| settings | cat | dog |\n| --- | ---: | ---: |\n" in text
+    assert "| seed 3 | 4.000 kg | 9.000 kg |\n| seed 4 | – | 8.000 kg |\n" in text
+    assert "12,346 hairs" in text
+    assert "Seeds 3, 4;" in text
+
+
+def test_a_question_tells_rows_apart_by_what_it_names(plain: ModuleType, place: Any) -> None:
+    def loss(subject: str, value: float, launch: str, length: int, **protocol: Any) -> Record:
+        settings = {"batch": 512, "launch": launch, "bank_length": length, "settings": "x" * 999}
+        return Record("loss_ms", value, "ms", subject, "loss", settings | protocol, seed=0)
+
+    records = [
+        loss("xmoco", 9, "eager", 4096),
+        loss("xmoco", 2, "graph", 4096, off=1e-5),
+        loss("mocov2plus", 1, "graph", 4096),
+        loss("xmoco", 1.23456, "eager", 4096, values={"a": 1}),  # measured again
+    ]
+    append_records(place.results / "loss.jsonl", records)
+    text = plain.answer(place, plain.QUESTIONS["loss"])
+    assert rows_of(text) == [
+        "| launched | XMoCo | MoCo v2+ |",
+        "| --- | ---: | ---: |",
+        "| eager | 1.235 ms | – |",
+        "| graph | 2.000 ms | 1.000 ms |",
+    ]
+    assert "One seed (0); batch 512; bank length 4,096;" in text
+    assert plain.other_tables(place) == ""
 
 
 short_texts = st.text("abc", min_size=1, max_size=2)
@@ -529,31 +767,31 @@ protocols = st.dictionaries(
 
 @given(st.lists(st.tuples(short_texts, short_texts, short_texts, protocols), min_size=1))
 def test_any_record_has_its_cell(
-    tables: ModuleType, measured: list[tuple[str, str, str, dict[str, Any]]]
+    plain: ModuleType, measured: list[tuple[str, str, str, dict[str, Any]]]
 ) -> None:
     """Of records that measure the same, the last has it."""
     records = [
-        asdict(Record(measure, float(number), "s", subject, work, protocol, seed=0))
+        Measured[dict[str, Any]](
+            measure=measure,
+            value=float(number),
+            unit="s",
+            subject=subject,
+            work=work,
+            protocol=protocol,
+            seed=0,
+        )
         for number, (measure, subject, work, protocol) in enumerate(measured, start=1000)
     ]
-    table = tables.plain_table(Path("some.jsonl"), records)
-    found = re.findall(r" ([\d,]+) s (?=\|)", table)
+    text = "\n".join(plain.plain_tables(records, plain.settings_of(records)))
+    found = re.findall(r" ([\d,]+) s (?=\|)", text)
     last = {
-        (r["work"], r["subject"], r["measure"], json.dumps(r["protocol"], sort_keys=True)): r
-        for r in records
+        (r.work, r.subject, r.measure, json.dumps(r.protocol, sort_keys=True)): r for r in records
     }
-    assert sorted(found) == sorted(tables.significant(r["value"]) for r in last.values())
+    assert sorted(found) == sorted(plain.significant(r.value) for r in last.values())
 
 
 @given(st.floats(1e-9, 1e9) | st.floats(-1e9, -1e-9))
-def test_four_digits_are_enough(tables: ModuleType, value: float) -> None:
-    shown = tables.significant(value).replace(",", "")
+def test_four_digits_are_enough(plain: ModuleType, value: float) -> None:
+    shown = plain.significant(value).replace(",", "")
     assert math.isclose(float(shown), value, rel_tol=5.1e-4)
     assert len(re.sub(r"^-?0\.0*|[-.]", "", shown)) in range(4, 11)
-
-
-def test_only_generated_parts_are_rewritten(generator: ModuleType, tmp_path: Path) -> None:
-    before = README.replace("<!-- results:end -->", "typed by hand\n<!-- results:end -->")
-    after = generator.up_to_date(before)
-    assert "typed by hand" not in after
-    assert after == generator.up_to_date(README)

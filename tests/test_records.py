@@ -94,9 +94,9 @@ KNN |= {"bank_images": 6000, "judged_images": 1500, "epoch": 6}
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
     written = Record("knn_top1", 94.6, "%", "xmoco", "patterns-tiny-6ep", KNN | {"more": [1]}, 3)
-    append_records(file, [written, record()])
-    anything = read_records(file, Measured[dict[str, Any]])
-    assert [one.model_dump() for one in anything] == [asdict(written), asdict(record())]
+    append_records(file, [written])
+    (read,) = read_records(file, Measured[dict[str, Any]])
+    assert read.model_dump() == asdict(written)
 
 
 def test_who_reads_says_what_a_protocol_must_tell(tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ class JudgedImages(BaseModel):
     epoch: int = Field(ge=0, description="Epochs of training; 0 where nobody knows.")
     size: int = Field(ge=1, description="Of the images judged.")
     judged_images: int = Field(ge=0)
+    changes: str = Field("", description="To the recipe, as benchmarks/recipe.py notes them.")
 
 
 class KnnProtocol(JudgedImages):

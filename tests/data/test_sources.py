@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from xmoco import pretraining
 from xmoco.config import DataConfig
 from xmoco.data import trees
 from xmoco.data.decode import UnreadableImage
@@ -25,7 +26,7 @@ from xmoco.data.layout import labels_of, split_folders, train_classes
 from xmoco.data.sources import ArrayImages, ImageSet, open_images, set_name, source_name
 from xmoco.data.torchvision_sets import SPLIT_ARGUMENTS
 from xmoco.errors import UserError
-from xmoco.evaluate import evaluation
+from xmoco.evaluate import classification
 from xmoco.pretraining import work_name
 from xmoco.settings import load_config
 
@@ -654,4 +655,5 @@ def test_training_and_evaluation_name_a_source_alike(tmp_path: Path) -> None:
     archive = str(tmp_path / "My.photos.tar")
     config = load_config("demo", settings={"source": archive})
     assert work_name(config) == "my.photos-tiny-6ep"
-    assert evaluation.source_name(archive) == "my.photos"
+    for program in (pretraining, classification):
+        assert vars(program)["source_name"] is source_name

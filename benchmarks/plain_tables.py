@@ -1,0 +1,236 @@
+"""Tables of any records, whatever they measure: who was measured, and what tells the rows apart."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from told import (
+    NOTHING,
+    AnyRecord,
+    Fact,
+    Place,
+    by_measure,
+    by_subject,
+    by_work,
+    circumstances,
+    grouped,
+    markdown_table,
+    name_of,
+)
+from xmoco.records import read_records
+
+SETTINGS = (
+    *("data", "digest", "size", "crop_size", "epoch", "epochs", "batch", "k"),
+    *("name", "label_fraction", "set"),
+    *("device", "precision", "launch", "stage", "recipe", "changes", "strengths"),
+)
+"""Of a protocol: records that differ in one of these measure different things."""
+LONGEST_FACT = 200
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a file of records is asked."""
+
+    file: str
+    rows: Mapping[str, str] = field(default_factory=dict)
+    """What tells rows apart: keys of the protocol, each with its heading."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """For measures and subjects whose names do not say it well."""
+    apart: tuple[str, ...] = ()
+    """Keys of the protocol whose values have tables of their own."""
+
+
+QUESTIONS = {
+    "decode": Question(
+        "decode.jsonl",
+        words={
+            "decode_images_per_second": "decoded",
+            "xmoco": "processes read, the GPU decodes (what xmoco does)",
+            "xmoco (threads read)": "threads read, the GPU decodes",
+            "xmoco (threads decode)": "threads read and decode",
+        },
+    ),
+    "views": Question(
+        "views.jsonl",
+        {"views": "views", "size": "px"},
+        {"views_ms": "Time of the device", "views_host_ms": "Time of the host"},
+    ),
+    "norm": Question(
+        "norm.jsonl",
+        {"shape": "shape"},
+        {"cudnn": "plain, by cuDNN", "split": "split, plain PyTorch", "fused": "split, fused"},
+    ),
+    "loss": Question(
+        "loss.jsonl",
+        {"bank_length": "K", "launch": "launched"},
+        {"loss_ms": "Time", "loss_gpu_memory": "GPU memory"},
+    ),
+    "knn": Question(
+        "knn.jsonl",
+        {"queries": "images judged", "bank_images": "training images"},
+        {"knn_seconds": "time", "knn_gpu_memory": "GPU memory"},
+    ),
+    "logistic": Question(
+        "logistic.jsonl",
+        words={"logistic_seconds": "time", "logistic_top1": "top-1", "xmoco": "xmoco"},
+    ),
+    "eval-size": Question(
+        "eval-size.jsonl",
+        {"digest": "weights", "size": "px"},
+        {"knn_top1": "kNN", "logistic_top1": "logistic regression"},
+    ),
+    "tuning": Question(
+        "tuning.jsonl",
+        {"changes": "changes"},
+        {"knn_top1": "kNN", "logistic_top1": "logistic regression"},
+        apart=("epochs", "recipe", "data"),
+    ),
+}
+SHOWN_ELSEWHERE = (
+    *("demo.jsonl", "methods.jsonl", "recipe-*.jsonl", "protocols-*.jsonl"),
+    *("changed-recipes.jsonl", "speed.jsonl", "gpu-tests.jsonl"),
+)
+
+
+def answer(place: Place, question: Question) -> str:
+    """Tables of the records that the question is about."""
+    tables = []
+    for file in place.files(question.file):
+        records = read_records(file, AnyRecord)
+        for group in grouped(records, lambda r: tuple(map(r.protocol.get, question.apart))):
+            of = [protocol_fact(key, group[0].protocol[key]) for key in question.apart]
+            lead = [f"**{', '.join(of)}**"] if of else []
+            facts = {heading: protocol_value(key) for key, heading in question.rows.items()}
+            tables += [*lead, *plain_tables(group, facts, question.words)]
+            tables.append(source(place, file, group))
+    return "\n\n".join(tables)
+
+
+def other_tables(place: Place) -> str:
+    """The records of files that no table asks for, whatever they measure."""
+    asked = [*SHOWN_ELSEWHERE, *(question.file for question in QUESTIONS.values())]
+    parts = []
+    for file in place.files("*.jsonl"):
+        if not any(file.match(pattern) for pattern in asked):
+            records = read_records(file, AnyRecord)
+            parts += [f"### {file.stem}", *plain_tables(records, settings_of(records))]
+            parts.append(source(place, file, records))
+    return "\n\n".join(["## Other records", *parts] if parts else [])
+
+
+def source(place: Place, file: Path, records: Sequence[AnyRecord]) -> str:
+    return f"{circumstances(records, lambda _: shared_facts(records))} {place.link(file)}"
+
+
+def settings_of(records: Sequence[AnyRecord]) -> dict[str, Fact]:
+    """What tells any records apart: their work, and the settings in which they differ."""
+
+    def told(record: AnyRecord, keys: Iterable[str]) -> str:
+        known = record.protocol | {"seed": record.seed}
+        return ", ".join(protocol_fact(key, known[key]) for key in keys if key in known)
+
+    keys = (*SETTINGS, "seed")
+    differing = [key for key in keys if len({told(record, [key]) for record in records}) > 1]
+    return {"work": by_work, "settings": lambda record: told(record, differing)}
+
+
+def plain_tables(
+    records: Sequence[AnyRecord],
+    facts: Mapping[str, Fact],
+    words: Mapping[str, str] = MappingProxyType({}),
+) -> list[str]:
+    """Rows by what tells records apart, columns by who was measured or, of one, by the measure.
+
+    Several measures of several subjects have a table each; but if nothing else tells them apart,
+    subjects are the rows and measures the columns of one.
+    """
+    subjects, measures = ({get(r) for r in records} for get in (by_subject, by_measure))
+    rows = {tuple(fact(record) for fact in facts.values()) for record in records}
+
+    def measure_named(record: AnyRecord) -> str:
+        return words.get(record.measure, record.measure.replace("_", " "))
+
+    def subject_named(record: AnyRecord) -> str:
+        return words.get(record.subject, name_of(record))
+
+    if len(rows) == 1 and len(subjects) > 1:
+        return [cross_table(records, {"": subject_named}, measure_named)]
+    if len(subjects) == 1:
+        return [cross_table(records, facts, measure_named)]
+    tables = []
+    for own in grouped(records, by_measure):
+        lead = [f"{measure_named(own[0])}:"] if len(measures) > 1 else []
+        tables += [*lead, cross_table(own, facts, subject_named)]
+    return tables
+
+
+def cross_table(
+    records: Sequence[AnyRecord], facts: Mapping[str, Fact], column: Callable[[Any], str]
+) -> str:
+    """A row for every combination of the facts; where several records meet, the last has the cell.
+
+    Facts in which no records differ are left out.
+    """
+
+    def row(record: AnyRecord) -> tuple[str, ...]:
+        return tuple(fact(record) or "" for fact in facts.values())
+
+    cells = {(row(record), column(record)): record for record in records}
+    rows = list(dict.fromkeys(key for key, _ in cells))
+    columns = list(dict.fromkeys(name for _, name in cells))
+    kept = [place for place in range(len(facts)) if len({key[place] for key in rows}) > 1] or [0]
+    lines = []
+    for key in rows:
+        found = [cells.get((key, name)) for name in columns]
+        values = [NOTHING if r is None else f"{significant(r.value)} {r.unit}" for r in found]
+        lines.append([*(key[place] for place in kept), *values])
+    headings = [list(facts)[place] for place in kept]
+    return markdown_table([*headings, *columns], "l" * len(kept) + "r" * len(columns), lines)
+
+
+def shared_facts(records: Sequence[AnyRecord]) -> str:
+    """What the protocols of all records agree in, as far as it is short."""
+    first, *others = (record.protocol for record in records)
+    shared = [key for key in first if all(other.get(key) == first[key] for other in others)]
+    facts = [protocol_fact(key, first[key]) for key in shared if not isinstance(first[key], dict)]
+    return "; ".join(fact for fact in facts if len(fact) <= LONGEST_FACT)
+
+
+def protocol_fact(key: str, value: object) -> str:
+    return f"{key.replace('_', ' ')} {shown(value)}"
+
+
+def protocol_value(key: str) -> Fact:
+    """The value alone, as it stands in a column."""
+
+    def tell(record: AnyRecord) -> str:
+        value = record.protocol.get(key)
+        match key:
+            case "shape":
+                return "×".join(map(str, value))
+            case "changes":
+                return f"`{value}`"
+            case "digest":
+                return str(value)[:6]
+        return shown(value)
+
+    return tell
+
+
+def shown(value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def significant(value: float) -> str:
+    """Four digits, or more where there are more before the point."""
+    if value == 0 or not math.isfinite(value):
+        return str(value)
+    return f"{value:,.{max(0, 3 - math.floor(math.log10(abs(value))))}f}"
