@@ -1,0 +1,390 @@
+"""How encoders are run: every fast way computes what one view after the other would."""
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from helpers import TINY_SPLIT
+from xmoco.config import ModelConfig
+from xmoco.errors import UserError
+from xmoco.nn.batchnorm import SplitStatistics, keys_in_split_groups
+from xmoco.nn.blocks import FusedBatchNorm2d
+from xmoco.nn.encoder import Encoder, build_encoder, momentum_copy
+from xmoco.nn.encoding import EncoderRunner, describe_batch_norm, resolve_batch_norm
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+PLAIN = TINY_SPLIT.model_copy(update={"batch_norm": "plain"})
+
+each_policy = pytest.mark.parametrize("model", [TINY_SPLIT, PLAIN], ids=["split", "plain"])
+
+# Sides of the views: two alike, one, two full and four small, sizes that alternate.
+VIEWS = {"two": (8, 8), "one": (8,), "six": (8, 8, 4, 4, 4, 4), "in turn": (8, 4, 8)}
+each_set_of_views = pytest.mark.parametrize("sides", VIEWS.values(), ids=VIEWS)
+
+
+def views_of(sides: Sequence[int], seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        place + torch.randn(16, 3, side, side, dtype=torch.float64, generator=generator)
+        for place, side in enumerate(sides)
+    ]
+
+
+def prepared(model: ModelConfig) -> tuple[EncoderRunner, Encoder]:
+    torch.manual_seed(0)
+    runner, encoder = EncoderRunner(model), build_encoder(model)
+    runner.prepare(encoder)
+    return runner, encoder.double()
+
+
+def learn(runner: EncoderRunner, encoder: nn.Module, sides: Sequence[int]) -> dict[str, Tensor]:
+    """Features, gradients and running statistics of two steps."""
+    learnt: dict[str, Tensor] = {}
+    for step in range(2):
+        features = runner.encode(encoder, views_of(sides, step))
+        learnt |= {f"{step}/{place}": view for place, view in enumerate(features)}
+        weights = torch.linspace(-1, 1, features[0].numel()).view(features[0].shape)
+        loss = sum(((place + 1) * weights * view).sum() for place, view in enumerate(features))
+        assert isinstance(loss, Tensor)
+        loss.backward()
+    for name, parameter in encoder.named_parameters():
+        assert parameter.grad is not None, name
+        learnt[f"gradient of {name}"] = parameter.grad
+    return learnt | dict(encoder.named_buffers())
+
+
+# Stacked views, as on a GPU
+
+
+@each_policy
+@each_set_of_views
+def test_stacked_views_are_encoded_as_one_after_the_other(
+    model: ModelConfig, sides: tuple[int, ...]
+) -> None:
+    runner, apart = prepared(model)
+    stacked = copy.deepcopy(apart)
+    on_gpu = EncoderRunner(model)
+    on_gpu.optimize_for(CUDA, stacked)  # changes modules only: it runs on the CPU as well
+    assert stacked in on_gpu.stacked
+    assert apart not in runner.stacked
+    assert isinstance(stacked.backbone.bn1, FusedBatchNorm2d)
+    # Features are float32 in the end, whatever came before.
+    assert_close(learn(on_gpu, stacked, sides), learn(runner, apart, sides), rtol=1e-4, atol=1e-4)
+    assert on_gpu.notes == []
+
+
+@each_set_of_views
+def test_views_of_one_size_go_in_one_pass(sides: tuple[int, ...]) -> None:
+    runner, encoder = prepared(PLAIN)
+    runner.optimize_for(CUDA, encoder)
+    passes: list[tuple[int, int]] = []
+    encoder.register_forward_pre_hook(
+        lambda _, images: passes.append((len(images[0]) // 16, images[0].shape[-1]))
+    )
+    runner.encode(encoder, views_of(sides))
+    expected = {
+        VIEWS["two"]: [(2, 8)],
+        VIEWS["one"]: [(1, 8)],
+        VIEWS["six"]: [(2, 8), (4, 4)],
+        VIEWS["in turn"]: [(1, 8), (1, 4), (1, 8)],
+    }
+    assert passes == expected[sides]
+    norms = [norm for norm in encoder.modules() if isinstance(norm, SplitStatistics)]
+    assert {norm.views for norm in norms} == {passes[-1][0]}
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_elsewhere_views_are_not_stacked(device: str) -> None:
+    runner, encoder = prepared(PLAIN)
+    kinds = [type(module) for module in encoder.modules()]
+    runner.optimize_for(torch.device(device), encoder)
+    assert runner.stacked == {}
+    assert [type(module) for module in encoder.modules()] == kinds
+
+
+def test_a_copy_of_a_runner_knows_the_copied_encoders() -> None:
+    """As when a whole method is copied."""
+    runner, encoder = prepared(PLAIN)
+    runner.optimize_for(CUDA, encoder)
+    again, follower = copy.deepcopy((runner, encoder))
+    assert follower in again.stacked
+    assert encoder not in again.stacked
+
+
+# Keys
+
+
+@each_policy
+@pytest.mark.parametrize("stacked", [False, True])
+def test_keys_are_regrouped_where_statistics_are_split(model: ModelConfig, stacked: bool) -> None:
+    runner, encoder = prepared(model)
+    alone = copy.deepcopy(encoder)
+    if stacked:
+        runner.optimize_for(CUDA, encoder)
+    views = views_of((8, 8))
+    keys = runner.encode_keys(encoder, views)
+    assert not any(key.requires_grad for key in keys)
+    with torch.no_grad():
+        in_order = [copy.deepcopy(alone)(view) for view in views]
+        regrouped = [keys_in_split_groups(copy.deepcopy(alone), view, 4) for view in views]
+    split = model is TINY_SPLIT
+    for key, same, other in zip(keys, in_order, regrouped, strict=True):
+        assert_close(key, other if split else same, rtol=1e-4, atol=1e-5)
+        assert torch.allclose(key, same, rtol=1e-3, atol=1e-4) != split
+
+
+@each_policy
+def test_queries_and_keys_may_be_of_other_views(model: ModelConfig) -> None:
+    runner, encoder = prepared(model)
+    momentum_encoder = momentum_copy(encoder)
+    views, others = views_of((8, 8)), views_of((8, 8), seed=1)
+    queries, keys = runner.queries_and_keys(encoder, momentum_encoder, views, others)
+    again, same = prepared(model)
+    assert_close(queries, again.encode(same, views))
+    assert_close(keys, again.encode_keys(momentum_copy(same), others))
+    assert all(query.requires_grad for query in queries)
+    assert not any(key.requires_grad for key in keys)
+
+
+# Two threads, as on a CPU
+
+
+@each_policy
+@each_set_of_views
+def test_two_threads_give_the_same_bits(model: ModelConfig, sides: tuple[int, ...]) -> None:
+    """Of features, gradients and statistics. Two views take the way back at once."""
+    runner, encoder = prepared(model)
+    in_two, same = prepared(model)
+    in_two.two_threads = True
+    expected, found = learn(runner, encoder, sides), learn(in_two, same, sides)
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@each_policy
+def test_two_threads_give_the_same_queries_and_keys(model: ModelConfig) -> None:
+    found = []
+    for two_threads in (False, True):
+        runner, encoder = prepared(model)
+        runner.two_threads = two_threads
+        momentum_encoder = momentum_copy(encoder)
+        views = views_of((8, 8))
+        queries, keys = runner.queries_and_keys(encoder, momentum_encoder, views, views)
+        (queries[0] * keys[1] + queries[1].square() * keys[0]).sum().backward()
+        gradients = [parameter.grad for parameter in encoder.parameters()]
+        statistics = [*encoder.buffers(), *momentum_encoder.buffers()]
+        found.append([*queries, *keys, *gradients, *statistics])
+    for one, other in zip(*found, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+
+
+def test_with_two_threads_gradients_go_on_beyond_what_is_encoded() -> None:
+    """As through a predictor, whose inputs come from an encoder."""
+    gradients = []
+    for two_threads in (False, True):
+        runner, encoder = prepared(PLAIN)
+        runner.two_threads = two_threads
+        predictor = nn.Linear(16, 16)
+        nn.init.eye_(predictor.weight)
+        first, second = runner.encode(predictor, runner.encode(encoder, views_of((8, 8))))
+        (first * second.roll(1, 0)).sum().backward()
+        learned = [*encoder.parameters(), *predictor.parameters()]
+        gradients.append([parameter.grad for parameter in learned])
+    for one, other in zip(*gradients, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_cpu_with_halves_gets_two_threads(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    runner, encoder = prepared(PLAIN)
+    runner.optimize_for(CPU, encoder)
+    assert runner.two_threads == (threads == 2)
+    runner, encoder = prepared(PLAIN)
+    runner.optimize_for(CUDA, encoder)
+    assert not runner.two_threads
+
+
+# Norms that nobody here knows
+
+
+class OwnBatchNorm(nn.BatchNorm2d):
+    """As other libraries have them: a batch norm that does something more."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def with_own_norm(model: ModelConfig) -> tuple[EncoderRunner, Encoder]:
+    torch.manual_seed(0)
+    encoder = build_encoder(model)
+    encoder.backbone.add_module("bn1", OwnBatchNorm(encoder.backbone.bn1.num_features))
+    runner = EncoderRunner(model)
+    runner.prepare(encoder)
+    return runner, encoder.double()
+
+
+def test_unknown_norms_are_not_split_and_a_note_says_so() -> None:
+    runner, encoder = with_own_norm(TINY_SPLIT)
+    assert type(encoder.backbone.bn1) is OwnBatchNorm
+    assert isinstance(encoder.head[1], SplitStatistics)  # the others are
+    assert runner.notes == [
+        "batch norm is not split in OwnBatchNorm: only plain layers of PyTorch can be"
+    ]
+
+
+def test_unknown_norms_make_views_go_one_by_one_and_a_note_says_so() -> None:
+    """Stacked, they would share statistics; so the fast way falls back to the same numbers."""
+    (runner, encoder), (on_gpu, same) = with_own_norm(PLAIN), with_own_norm(PLAIN)
+    on_gpu.optimize_for(CUDA, same)
+    assert on_gpu.stacked == {}
+    assert on_gpu.notes == [
+        "views go through the encoder one by one: OwnBatchNorm has statistics of its own"
+    ]
+    expected = learn(runner, encoder, VIEWS["six"])
+    for name, value in learn(on_gpu, same, VIEWS["six"]).items():
+        assert torch.equal(value, expected[name]), name
+    assert runner.notes == []
+
+
+def test_one_encoder_with_unknown_norms_keeps_both_apart() -> None:
+    """Or f and g would be run in two ways."""
+    runner, encoder = with_own_norm(PLAIN)
+    runner.optimize_for(CUDA, build_encoder(PLAIN), encoder)
+    assert runner.stacked == {}
+
+
+def test_synchronised_norms_are_converted_and_never_stacked() -> None:
+    model = PLAIN.model_copy(update={"batch_norm": "synchronised"})
+    runner, encoder = EncoderRunner(model), build_encoder(model)
+    runner.prepare(encoder)
+    norms = [m for m in encoder.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    assert {type(norm) for norm in norms} == {nn.SyncBatchNorm}
+    runner.optimize_for(CUDA, encoder)
+    assert (runner.stacked, runner.notes) == ({}, [])
+
+
+def test_an_encoder_without_batch_norm_is_stacked_without_a_word() -> None:
+    runner = EncoderRunner(PLAIN)
+    encoder = nn.Sequential(nn.Flatten(), nn.Linear(12, 5), nn.LayerNorm(5)).double()
+    runner.prepare(encoder)
+    expected = [encoder(view) for view in views_of((2, 2))]
+    runner.optimize_for(CUDA, encoder)
+    assert_close(runner.encode(encoder, views_of((2, 2))), expected)
+    assert runner.notes == []
+
+
+# Which batch norm
+
+
+def resolved(
+    batch_norm: str = "auto",
+    *,
+    processes: int = 1,
+    device: str = "cpu",
+    images: int = 32,
+    hide_keys: bool = True,
+    groups: int = 8,
+) -> str:
+    model = ModelConfig.model_validate({"batch_norm": batch_norm, "batch_norm_groups": groups})
+    found = resolve_batch_norm(
+        model,
+        processes=processes,
+        device=device,
+        images_per_forward=images,
+        hide_keys=hide_keys,
+    )
+    assert found == model.model_copy(update={"batch_norm": found.batch_norm})
+    return found.batch_norm
+
+
+@pytest.mark.parametrize(
+    ("hide_keys", "processes", "device", "expected"),
+    [
+        (True, 1, "cpu", "split"),
+        (True, 1, "cuda", "split"),
+        (True, 1, "mps", "split"),
+        (True, 2, "cpu", "shuffled"),
+        (True, 2, "cuda", "shuffled"),
+        (False, 1, "cpu", "plain"),
+        (False, 1, "cuda", "plain"),
+        (False, 1, "mps", "plain"),
+        (False, 2, "cpu", "plain"),
+        (False, 2, "cuda", "synchronised"),
+    ],
+)
+def test_auto_becomes_what_suits_method_and_processes(
+    hide_keys: bool, processes: int, device: str, expected: str
+) -> None:
+    assert resolved(hide_keys=hide_keys, processes=processes, device=device) == expected
+
+
+@pytest.mark.parametrize("hide_keys", [True, False])
+@pytest.mark.parametrize(
+    ("choice", "processes", "device"),
+    [
+        ("plain", 1, "cpu"),
+        ("plain", 2, "cuda"),
+        ("split", 1, "cpu"),
+        ("split", 2, "cuda"),
+        ("shuffled", 2, "cpu"),
+        ("shuffled", 2, "cuda"),
+        ("synchronised", 1, "cuda"),
+        ("synchronised", 2, "cuda"),
+    ],
+)
+def test_a_choice_that_works_stays(
+    choice: str, processes: int, device: str, hide_keys: bool
+) -> None:
+    assert resolved(choice, processes=processes, device=device, hide_keys=hide_keys) == choice
+
+
+def test_shuffling_needs_somebody_to_shuffle_with() -> None:
+    with pytest.raises(UserError, match=r"and there is one; use batch_norm=split, or more devices"):
+        resolved("shuffled")
+
+
+@pytest.mark.parametrize("device", ["cpu", "mps"])
+def test_synchronising_needs_cuda(device: str) -> None:
+    with pytest.raises(UserError, match="batch_norm=synchronised needs CUDA; use"):
+        resolved("synchronised", processes=2, device=device)
+
+
+@pytest.mark.parametrize("choice", ["auto", "split"])
+@pytest.mark.parametrize(("images", "groups"), [(30, 8), (8, 8), (15, 2), (6, 4)])
+def test_groups_must_be_equal_and_of_two(choice: str, images: int, groups: int) -> None:
+    words = rf"equal groups of at least two: {images} images .* do not make {groups}; change batch"
+    with pytest.raises(UserError, match=words):
+        resolved(choice, images=images, groups=groups)
+    assert resolved("plain", images=images, groups=groups) == "plain"
+
+
+@pytest.mark.parametrize("choice", ["auto", "plain", "split"])
+@pytest.mark.parametrize("hide_keys", [True, False])
+def test_one_image_has_no_statistics(choice: str, hide_keys: bool) -> None:
+    with pytest.raises(UserError, match="at least two images at once: raise batch"):
+        resolved(choice, images=1, hide_keys=hide_keys)
+
+
+def test_the_choice_in_words() -> None:
+    words = {
+        choice: describe_batch_norm(
+            ModelConfig.model_validate({"batch_norm": choice, "batch_norm_groups": 4})
+        )
+        for choice in ("plain", "split", "shuffled", "synchronised")
+    }
+    assert words == {
+        "plain": "plain (statistics over a process's batch)",
+        "split": "split into 4 groups, keys regrouped",
+        "shuffled": "keys shuffled between processes",
+        "synchronised": "synchronised over all processes",
+    }
