@@ -322,7 +322,13 @@ def _start_from(weights: str | Path, config: Config, backbone: nn.Module) -> Non
             f"{path} holds a {card.backbone} with {card.stem} stem, but the run trains a "
             f"{config.model.backbone} with {config.model.stem} stem."
         )
-    backbone.load_state_dict(load_backbone(weights).state_dict())
+    try:
+        backbone.load_state_dict(load_backbone(weights).state_dict())
+    except RuntimeError:  # what a transformer knows of places depends on the size of images
+        raise UserError(
+            f"{path} holds a {card.backbone} for images of {card.size} px, which cannot start a "
+            f"run on {config.input.size} px: set size={card.size}."
+        ) from None
 
 
 def _introduction(
@@ -375,17 +381,7 @@ def _other_norm(model: ModelConfig, before: Mapping[str, Any]) -> str:
 def _finish(config: Config, training: Training, method: Method, monitor: Monitor) -> RunResult:
     """Weights and report of a finished run."""
     backbone, run = method.encoder.backbone, training.run
-    card = BackboneCard(
-        backbone=config.model.backbone,
-        stem=config.model.stem,
-        size=config.input.size,
-        mean=config.input.mean,
-        std=config.input.std,
-        method=config.method.name,
-        epochs=config.train.epochs,
-        seed=config.train.seed,
-        eval_size=config.input.eval_size,
-    )
+    card = BackboneCard.of_run(config, config.train.epochs)
     save_backbone(backbone, card, run.weights)
     report = write_report(
         run.path,

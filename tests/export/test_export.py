@@ -220,8 +220,10 @@ def test_a_model_of_timm_from_images_to_timm(name: str, method: str, tmp_path: P
         outcome = run_cli(*command, "--out", run)
         assert_done(outcome)
         assert f"timm:{name}" in outcome.stdout
-        again = run_cli(*command, "--weights", run, "--out", tmp_path / "again")
-        assert_done(again)
+        assert_done(run_cli(*command, "--weights", run, "--out", tmp_path / "again"))
+        if name == "test_vit":
+            larger = run_cli(*command, "--weights", run, "--out", tmp_path / "larger", "size=48")
+            assert_refused(larger, "for images of 32 px, which cannot", "on 48 px: set size=32")
     assert read_card(run)[0].backbone == f"timm:{name}"
     for size in ("32", "64"):
         knn = ("evaluate", "knn", run, images, "--k", "5", "--device", "cpu", "--size", size)
