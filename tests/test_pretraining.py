@@ -352,6 +352,40 @@ def test_accumulation_and_the_second_method(recipe: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize(
+    ("method", "title", "views", "changes"),
+    [
+        ("simclr", "SimCLR", "2 of 16 px", []),
+        ("byol", "BYOL", "2 of 16 px", ["predictor_hidden=16", "optim=lars"]),
+        (
+            "swav",
+            "SwAV",
+            "2 of 16 px and 3 of 8 px",
+            ["prototypes=8", "local_crops=3", "local_size=8", "queue_length=32"],
+        ),
+    ],
+)
+def test_methods_without_banks(
+    recipe: Path, tmp_path: Path, method: str, title: str, views: str, changes: list[str]
+) -> None:
+    """Nothing is said of banks, and every view and memory that there is."""
+    run = tmp_path / "run"
+    arguments = (f"method={method}", *changes, "epochs=1")
+    outcome = run_cli("pretrain", "--recipe", recipe, "--out", run, *arguments)
+    assert_done(outcome)
+    assert f"{title} on tiny, " in outcome.stdout
+    assert f"random views of an image: {views}\n" in outcome.stdout
+    assert "bank" not in outcome.stdout.replace(str(run), "")
+    assert knn_records(run) == [("raw pixels", 0), ("untrained", 0), (method, 1)]
+    values = [line["values"] for line in metrics(run) if "values" in line]
+    assert all(math.isfinite(value) for line in values for value in line.values())
+    assert {name for name in values[-1] if name.startswith("fill/")} == (
+        {"fill/queue"} if method == "swav" else set()
+    )
+    assert xmoco.load_backbone(run)(torch.zeros(1, 3, 16, 16)).shape == (1, 128)
+
+
+@pytest.mark.usefixtures("quick")
 def test_runs_without_a_name_get_one_of_their_own(
     recipe: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
