@@ -58,6 +58,13 @@ def test_it_has_the_size_that_evaluations_show(tmp_path: Path) -> None:
     assert transform(picture(50, 60)).shape == (3, 40, 40)
 
 
+def test_who_knows_better_says_mean_and_std(tmp_path: Path) -> None:
+    weights, half = saved(tmp_path, size=32), (0.5, 0.5, 0.5)
+    transform = xmoco.load_transform(weights, mean=half, std=half)
+    assert (transform.input.mean, transform.input.std) == (half, half)
+    assert xmoco.load_transform(weights, mean=half).input.std == STD
+
+
 def test_it_is_torchvisions_for_evaluation(tmp_path: Path) -> None:
     image = picture(310, 190)
     usual = v2.Compose(

@@ -10,7 +10,7 @@ from torch import Tensor
 from xmoco.config import InputConfig
 from xmoco.data.decode import rgb_pixels
 from xmoco.data.views import central
-from xmoco.nn.weights import load_weights
+from xmoco.nn.weights import Rgb, load_weights
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,9 @@ class CentralView:
         return central(pixels[None], sizes, self.input.central_size, self.input)[0].contiguous()
 
 
-def load_transform(weights: str | Path) -> CentralView:
+def load_transform(
+    weights: str | Path, *, mean: Rgb | None = None, std: Rgb | None = None
+) -> CentralView:
     """What the images of a backbone go through before it sees them; weights as in
-    ``load_backbone``."""
-    return CentralView(load_weights(weights).card.input())
+    ``load_backbone``, ``mean`` and ``std`` if you know them better than their card."""
+    return CentralView(load_weights(weights, mean=mean, std=std).card.input())
