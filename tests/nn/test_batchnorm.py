@@ -206,13 +206,13 @@ def test_keys_of_stacked_views_are_rearranged_view_by_view() -> None:
 def test_keys_are_encoded_in_the_memory_format_of_the_images() -> None:
     formats = []
 
-    class RunLogger(nn.Module):
+    class NotesFormat(nn.Module):
         def forward(self, images: Tensor) -> Tensor:
             formats.append(images.is_contiguous(memory_format=torch.channels_last))
             return images.mean(dim=(2, 3))
 
     images = torch.randn(8, 3, 4, 5).contiguous(memory_format=torch.channels_last)
-    keys_in_split_groups(RunLogger(), images, 4)
+    keys_in_split_groups(NotesFormat(), images, 4)
     assert formats == [True]
 
 

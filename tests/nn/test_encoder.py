@@ -39,6 +39,17 @@ def test_features_have_unit_length_in_float32() -> None:
         assert_close(features.norm(dim=1), torch.ones(6))
 
 
+def test_features_may_keep_their_length() -> None:
+    torch.manual_seed(0)
+    of_any_length = build_encoder(SMALL, unit_length=False)
+    torch.manual_seed(0)
+    encoder, images = build_encoder(SMALL), torch.randn(6, 3, 16, 16)
+    features = of_any_length(images)
+    assert features.dtype == torch.float32
+    assert not torch.allclose(features.norm(dim=1), torch.ones(6), atol=1e-2)
+    assert_close(nn.functional.normalize(features, dim=1), encoder(images))
+
+
 def test_momentum_copy_starts_equal_and_gets_no_gradients() -> None:
     encoder = build_encoder(SMALL)
     follower = momentum_copy(encoder)
@@ -51,18 +62,24 @@ def test_momentum_copy_starts_equal_and_gets_no_gradients() -> None:
     assert not follower(torch.randn(4, 3, 16, 16)).requires_grad
 
 
-@given(momentum=st.floats(0, 1))
-@settings(max_examples=20, deadline=None)
-def test_momentum_update_moves_parameters_and_leaves_buffers(momentum: float) -> None:
+@given(momentum=st.floats(0, 1), on_device=st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_momentum_update_moves_parameters_and_leaves_buffers(
+    momentum: float, on_device: bool
+) -> None:
+    """By a number, or by one on the device, which is taken in float32."""
     leader = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double()
     follower = momentum_copy(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).double())
     follower(torch.randn(8, 3, dtype=torch.float64))  # statistics of its own
     before, of_leader = copy.deepcopy(follower), copy.deepcopy(leader)
-    momentum_update(follower, leader, momentum)
+    number = torch.tensor(momentum, dtype=torch.float64)
+    momentum_update(follower, leader, number if on_device else momentum)
+    tolerance = 1e-6 if on_device else 1e-12
     for new, old, lead in zip(
         follower.parameters(), before.parameters(), leader.parameters(), strict=True
     ):
-        assert_close(new, momentum * old + (1 - momentum) * lead.detach())
+        expected = momentum * old + (1 - momentum) * lead.detach()
+        assert_close(new, expected, rtol=tolerance, atol=tolerance)
         assert not new.requires_grad
     for buffer, kept in zip(follower.buffers(), before.buffers(), strict=True):
         assert torch.equal(buffer, kept)

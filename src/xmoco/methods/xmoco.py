@@ -11,6 +11,7 @@ from torch import Tensor
 from xmoco.config import Config, XMoCoConfig
 from xmoco.losses import XMoCoLoss
 from xmoco.losses.bank import KeyBanks
+from xmoco.losses.contrast import Contrast
 from xmoco.losses.metrics import feature_metrics, label_metrics, similarity_metrics
 from xmoco.methods.base import BankMethod
 from xmoco.nn.encoder import momentum_update
@@ -51,28 +52,32 @@ class XMoCo(BankMethod):
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
     ) -> StepOutput:
         # 1. Two random views of every image come in: source and target.
-        # 2. The encoder f gives queries; the momentum encoder g gives keys, without gradient.
+        # 2. The encoder f makes queries of them; the momentum encoder g makes keys, no gradient.
         (q_s, q_t), (k_s, k_t) = self.contrasted(views)
         # 3. Two banks hold the last K keys of either side; slot j of both is the same image.
         # 4. P_s = softmax([q_s·k_t | q_s·B_t] / τ) and P_t = softmax([q_t·k_s | q_t·B_s] / τ).
         P_s, P_t = self.loss.similarities(q_s, q_t, k_s, k_t)
-        # 5. Soft labels: Y_s from P_s, Y_t from P_t, balanced over the banks by Sinkhorn. (T is P,
-        #    unless the keys are to be the teacher.)
-        T_s, T_t = self.loss.teachers(P_s, P_t)
+        # 5. Soft labels Y_s of P_s and Y_t of P_t, balanced over the banks by Sinkhorn.
+        T_s, T_t = self.loss.teachers(P_s, P_t)  # P itself, unless keys are to be the teacher
         Y_s, Y_t = self.loss.labels(T_s, T_t)
-        # 6. CE(Y_s, P_t) + CE(Y_t, P_s) + w·(CE(sg P_s, P_t) + CE(sg P_t, P_s)); w = 1.
+        # 6. CE(Y_s, P_t) + CE(Y_t, P_s) + w·(CE(sg P_s, P_t) + CE(sg P_t, P_s)); w is 1.
         w = at["consistency_weight"]
         loss, terms = self.loss.cross_entropies(P_s, P_t, T_s, T_t, Y_s, Y_t, w)
-        metrics = {}
-        if with_metrics:
-            metrics = feature_metrics(q_s) | similarity_metrics(P_s.log_p, P_t.log_p)
-            if Y_s is not None and Y_t is not None:
-                metrics |= label_metrics(Y_s, Y_t)
-        # 7. The keys enter both banks, oldest out; they are not needed before the next step.
+        # 7. The keys enter both banks, the oldest leave; then, in after_update, g follows f.
         if self.training:
             self.loss.remember(T_s, T_t)
+        metrics = self._metrics(q_s, P_s, P_t, Y_s, Y_t) if with_metrics else {}
         return StepOutput(loss, terms, metrics)
 
     def after_update(self, at: Values) -> None:
-        # 7. After the optimiser's step on f: g ← m·g + (1−m)·f.
+        # The optimiser has moved f: g ← m·g + (1−m)·f.
         momentum_update(self.momentum_encoder, self.encoder, at["key_momentum"])
+
+    @staticmethod
+    def _metrics(
+        q_s: Tensor, P_s: Contrast, P_t: Contrast, Y_s: Tensor | None, Y_t: Tensor | None
+    ) -> dict[str, Tensor]:
+        metrics = feature_metrics(q_s) | similarity_metrics(P_s.log_p, P_t.log_p)
+        if Y_s is not None and Y_t is not None:
+            metrics |= label_metrics(Y_s, Y_t)
+        return metrics
