@@ -288,7 +288,9 @@ def knn(
 
 
 @evaluate.command(
-    epilog="Example: `xmoco evaluate linear runs/cifar10 torchvision:CIFAR10 --preset moco`"
+    epilog="Examples:\n\n"
+    "`xmoco evaluate linear runs/cifar10 torchvision:CIFAR10 --preset moco`\n\n"
+    "`xmoco evaluate linear moco_v2_800ep.pth.tar imagenet/ --devices 8 --precision bf16`"
 )
 def linear(
     weights: Weights,
