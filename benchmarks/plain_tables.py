@@ -92,7 +92,13 @@ QUESTIONS = {
 }
 SHOWN_ELSEWHERE = (
     *("demo.jsonl", "methods.jsonl", "recipe-*.jsonl", "protocols-*.jsonl"),
-    *("changed-recipes.jsonl", "speed.jsonl", "gpu-tests.jsonl"),
+    *(
+        "changed-recipes.jsonl",
+        "compare-*.jsonl",
+        "trials-*.jsonl",
+        "speed.jsonl",
+        "gpu-tests.jsonl",
+    ),
 )
 
 

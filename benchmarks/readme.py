@@ -26,6 +26,7 @@ from torch import Tensor
 from plain_tables import QUESTIONS, answer, other_tables
 from tables import (
     changed_recipes_table,
+    comparison_tables,
     gpu_tests,
     headline,
     learning_tables,
@@ -122,6 +123,7 @@ PARTS: dict[str, Callable[[Place], str]] = {
     "methods": methods_table,
     "protocols": protocols_tables,
     "changed-recipes": changed_recipes_table,
+    "comparisons": comparison_tables,
     "speed": speed_tables,
     **{name: partial(answer, question=question) for name, question in QUESTIONS.items()},
     "others": other_tables,

@@ -6,6 +6,8 @@ machine and commit. Where records differ in that, all is told. Of measurements t
 the last counts. ``plain_tables`` has the rest: files of other measures.
 """
 
+import re
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -163,7 +165,7 @@ def methods_table(place: Place) -> str:
 
 def mean(records: Sequence[Record]) -> float:
     """Over seeds."""
-    return sum(record.value for record in records) / len(records)
+    return statistics.fmean(record.value for record in records)
 
 
 def protocols_tables(place: Place) -> str:
@@ -271,6 +273,71 @@ def changed_recipes_table(place: Place) -> str:
     return "\n\n".join(tables)
 
 
+COMPARED_SAY = (
+    "Each entry is a recipe with changes, trained with as many seeds as its row says; ± is the "
+    "standard deviation over them. A single seed tells little."
+)
+
+
+def comparison_tables(place: Place) -> str:
+    """Entries of benchmarks/compare.py, on test images or on ones held out."""
+    tables = []
+    for file in [*place.files("compare-*.jsonl"), *place.files("trials-*.jsonl")]:
+        for alike in grouped(read_records(file, AnyRecord), compared_with):
+            work, split, size = compared_with(alike[0])
+            lead = f"**{work}, judged at {size} px on {JUDGED_ON.get(split, 'images ' + split)}**"
+            tables += [lead, comparison_table(place, file, alike)]
+    heading = "## How do settings compare, over seeds?"
+    return "\n\n".join([heading, COMPARED_SAY, *tables] if tables else [])
+
+
+JUDGED_ON = {
+    "test": "test images",
+    "validation, held out of the training images": "images held out of the training set",
+}
+
+
+def compared_with(record: AnyRecord) -> tuple[str, str, int]:
+    """What records must share to stand in one table."""
+    return record.work, record.protocol["split"], record.protocol["size"]
+
+
+def comparison_table(place: Place, file: Path, records: Sequence[AnyRecord]) -> str:
+    """A row for every entry, with the changes that not all have; a column for every measure."""
+    changes = [record.protocol["changes"].split() for record in records]
+    shared = [change for change in changes[0] if all(change in others for others in changes)]
+    columns = dict.fromkeys(map(measured_by, records))
+    rows = []
+    for entry in grouped(records, lambda r: (r.subject, r.protocol["changes"])):
+        own = [c for c in entry[0].protocol["changes"].split() if c not in shared]
+        seeds_of = {record.seed for record in entry}
+        cells = [
+            over_seeds([record for record in entry if measured_by(record) == column])
+            for column in columns
+        ]
+        changed = f"`{' '.join(own)}`" if own else ""
+        rows.append([name_of(entry[0]), changed, *cells, str(len(seeds_of))])
+    headings = ["entry", "changes", *columns, "seeds"]
+    table = markdown_table(headings, "ll" + "r" * (len(columns) + 1), rows)
+    common = f"All have `{' '.join(shared)}`." if shared else ""
+    return section(table, common, circumstances(records), place.link(file))
+
+
+def measured_by(record: AnyRecord) -> str:
+    words = {"knn_top1": "kNN", "logistic_top1": "logistic", "linear_top1": "linear"}
+    k = record.protocol.get("k")
+    return words.get(record.measure, record.measure) + (f", k {k}" if k else "")
+
+
+def over_seeds(records: Sequence[AnyRecord]) -> str:
+    """The mean, with the deviation of several seeds."""
+    values = [record.value for record in last_of_each(records, lambda r: r.seed)]
+    if not values:
+        return NOTHING
+    deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.1f}{deviation} %"
+
+
 # The front page
 
 
@@ -288,9 +355,15 @@ def headline(place: Place) -> str:
         "**Measured:** the recipe `cifar10` trains a ResNet-18 in "
         f"{(runs[-1].protocol.run_seconds or 0) / 60:.0f} minutes on one "
         f"{runs[-1].machine['gpus'][0]}, without a label. A linear classifier on top of it names "
-        f"{first.value:.1f} % of CIFAR-10's test images rightly ({seeds(ours)}; images shown at "
-        f"{size} px{beside}; [all results]({place.up}docs/results.md))."
+        f"{first.value:.1f} % of CIFAR-10's test images rightly ({seeds(ours)}; images "
+        f"{recoded(first)}shown at {size} px{beside}; [all results]({place.up}docs/results.md))."
     )
+
+
+def recoded(record: Judged) -> str:
+    """Whether images were not the original ones: archives such as pets-q80.tar say so."""
+    quality = re.search(r"-q(\d+)\b", data(record))
+    return f"re-encoded as JPEG of quality {quality[1]} and " if quality else ""
 
 
 def results_in_brief(place: Place) -> str:
@@ -318,11 +391,11 @@ def speed_in_brief(place: Place) -> str:
                     device(best),
                     f"{ours[0].value:,.0f}",
                     f"{best.value:,.0f} ({name_of(best)})",
-                    f"{ours[0].protocol.times_baseline:.2f} ×",
+                    f"{ours[0].protocol.times_baseline:.2f}",
                     number_of_rounds(ours[0]),
                 ]
             )
-    headings = ["training", "on", "xmoco, images/s", "best baseline, images/s", "", "rests on"]
+    headings = ["training", "on", "xmoco, images/s", "best baseline, images/s", "times", "rests on"]
     return markdown_table(headings, "llrrrl", rows) if rows else ""
 
 

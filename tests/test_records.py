@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
+import xmoco
+from helpers import make_images
 from xmoco import records
 from xmoco.errors import UserError
+from xmoco.nn.backbones import build_backbone
+from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.records import (
     ClassifierProtocol,
     KnnProtocol,
@@ -145,5 +149,27 @@ def test_the_records_of_this_repository_are_of_these_kinds(file: Path) -> None:
     assert read_records(file, Measured[dict[str, Any]])
     for measure, kind in KINDS.items():
         read_records(file, kind, {measure})
-    if file.name not in ("tuning.jsonl", "eval-size.jsonl"):  # which have protocols of their own
-        read_records(file, Measured[KnnProtocol], {"knn_top1"})
+    if file.name.startswith(("demo", "methods", "recipe-", "protocols-", "changed-recipes")):
+        read_records(file, Measured[KnnProtocol], {"knn_top1"})  # others have their own protocols
+
+
+def test_what_evaluations_write_is_of_these_kinds(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        make_images(tmp_path / "my.photos" / split, each=6, classes=2)
+    grey = (0.5, 0.5, 0.5)
+    card = BackboneCard("tiny", "cifar", 16, grey, grey, "xmoco", 1, 0)
+    weights = tmp_path / "backbone.safetensors"
+    save_backbone(build_backbone("tiny", "cifar"), card, weights)
+    photos, cpu = tmp_path / "my.photos", xmoco.EvalOptions("cpu", readers=1)
+    tuned = tmp_path / "tuned"
+    found = [
+        *xmoco.evaluate_knn(weights, photos, ks=(3,), options=cpu),
+        *xmoco.evaluate_finetune(weights, photos, epochs=1, out=tuned, options=cpu),
+        xmoco.evaluate_transfer(weights, str(photos), options=cpu),
+    ]
+    file = tmp_path / "records.jsonl"
+    append_records(file, found)
+    assert {record.work for record in found} == {"my.photos-tiny"}
+    kinds = {"knn_top1": Measured[KnnProtocol], **KINDS}
+    read = [one for measure, kind in kinds.items() for one in read_records(file, kind, {measure})]
+    assert len(read) == len(found) == 4
