@@ -1,0 +1,38 @@
+"""benchmarks/methods.py: every method trains beside its untrained backbone, once."""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import no_pictures, write_recipe
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_methods_are_trained_one_by_one_and_only_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = importlib.import_module("methods")
+    monkeypatch.chdir(tmp_path)
+    write_recipe(tmp_path / "fast.yaml", "patterns", train={"epochs": 1, "batch": 256})
+    small = {"byol": "predictor_hidden=16", "swav": "prototypes=8 queue_length=256"}
+    monkeypatch.setattr(program, "SETTINGS", program.SETTINGS | small)
+
+    def train(*methods: str) -> list[str]:
+        arguments = ["--recipe", "fast.yaml", "--results", ".", "--only", *methods]
+        monkeypatch.setattr(sys, "argv", ["methods.py", *arguments])
+        with no_pictures():
+            program.main()
+        lines = map(json.loads, Path("methods.jsonl").read_text().splitlines())
+        return [line["subject"] for line in lines]
+
+    assert train("byol") == ["untrained", "byol"]
+    assert train("byol", "swav") == ["untrained", "byol", "untrained", "swav"]
+    table = capsys.readouterr().out.rpartition("kNN top-1")[2]
+    assert "byol" in table
+    assert "swav" in table
+    # With other settings it is another run.
+    program.SETTINGS["byol"] = "predictor_hidden=24"
+    assert train("byol")[4:] == ["untrained", "byol"]
