@@ -10,7 +10,6 @@ other settings than the recipe's is not what the recipe promises: its records li
 
 import argparse
 import dataclasses
-import json
 import re
 import tempfile
 from pathlib import Path
@@ -20,7 +19,7 @@ from rich.table import Table
 
 import xmoco
 from xmoco.config import MonitorConfig
-from xmoco.records import Record, append_records
+from xmoco.records import Record, append_records, read_lines
 
 RESULTS = Path(__file__).parent / "results"
 NO_CHANGES = {"epochs", "seed", *MonitorConfig.model_fields}
@@ -69,7 +68,7 @@ def read_records(metrics: Path, seconds: float) -> list[Record]:
     """The run's kNN records, each with the settings and the time of the whole run."""
     # Images by their name: where they lay is nobody's business.
     settings = re.sub(r"(source: |root: )\S*/", r"\1", (metrics.parent / "config.yaml").read_text())
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    lines = [line.entry for line in read_lines(metrics)]
     speeds = sorted(line["values"]["images_per_second"] for line in lines if "values" in line)
     known = {field.name for field in dataclasses.fields(Record)}
     records = []

@@ -21,7 +21,6 @@ these features: their logistic regressions tell little.
 import argparse
 import gc
 import hashlib
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +35,7 @@ from xmoco.evaluate.evaluation import EvalOptions, Evaluation, labelled_splits
 from xmoco.evaluate.knn import knn_accuracy
 from xmoco.evaluate.logistic import fit_path
 from xmoco.evaluate.metrics import top_k
-from xmoco.records import Record, append_records
+from xmoco.records import Measured, Record, append_records, read_records
 from xmoco.settings import load_config
 
 K = 200
@@ -157,21 +156,17 @@ def known_trials(options: argparse.Namespace) -> dict[str, Trial]:
     path = options.results / "tuning.jsonl"
     if not path.exists():
         return {}
-    lines = map(json.loads, path.read_text().splitlines())
     same = [
-        line
-        for line in lines
-        if line["work"] == f"tuning-{options.recipe}"
-        and identity(options).items() <= line["protocol"].items()
+        record
+        for record in read_records(path, Measured[dict[str, Any]])
+        if record.work == f"tuning-{options.recipe}"
+        and identity(options).items() <= record.protocol.items()
     ]
     knn, logistic = (
-        {line["protocol"]["changes"]: line for line in same if line["measure"] == measure}
+        {record.protocol["changes"]: record.value for record in same if record.measure == measure}
         for measure in ("knn_top1", "logistic_top1")
     )
-    return {
-        changes: Trial(changes, line["value"], logistic[changes]["value"])
-        for changes, line in knn.items()
-    }
+    return {changes: Trial(changes, value, logistic[changes]) for changes, value in knn.items()}
 
 
 def show(trials: list[Trial]) -> None:

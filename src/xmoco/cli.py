@@ -71,8 +71,8 @@ def pretrain(
         typer.Option(
             "--recipe",
             "-r",
-            help="`demo`, `cifar10`, `imagenette`, `imagenet` (the paper's settings), or a yaml "
-            "file. Default: `imagenet`.",
+            help="`demo`, `cifar10`, `simclr`, `byol`, `swav`, `imagenette`, `imagenet` (the "
+            "paper's settings), or a yaml file. Default: `imagenet`.",
         ),
     ] = None,
     data: Annotated[
@@ -356,7 +356,7 @@ def finetune(
         float,
         typer.Option(
             help="Share of the labels of every class, e.g. 0.01; always the same images, by the "
-            "rule in the README."
+            "rule in docs/evaluation.md."
         ),
     ] = 1.0,
     epochs: Annotated[
