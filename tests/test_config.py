@@ -90,8 +90,9 @@ def test_the_size_to_judge_at_belongs_to_the_size_it_was_found_for(tmp_path: Pat
         assert sizes(heir) == (32, 48)
 
 
-def test_there_are_four_recipes_and_all_load() -> None:
-    assert recipe_names() == ["cifar10", "demo", "imagenet", "imagenette"]
+def test_there_are_seven_recipes_and_all_load() -> None:
+    known = ["byol", "cifar10", "demo", "imagenet", "imagenette", "simclr", "swav"]
+    assert recipe_names() == known
     for name in recipe_names():
         assert isinstance(load_config(name), Config)
 
