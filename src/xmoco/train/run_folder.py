@@ -122,7 +122,8 @@ class RunFolder:
     def environment(self) -> dict[str, Any]:
         """What the last session wrote about itself; nothing if it did not get that far."""
         try:
-            content: dict[str, Any] = json.loads((self.path / "environment.json").read_bytes())
+            text = (self.path / "environment.json").read_text(encoding="utf-8")
+            content: dict[str, Any] = json.loads(text)
         except (OSError, ValueError):
             return {}
         return content
