@@ -138,7 +138,10 @@ class EncoderOnly:
         except RuntimeError as error:
             self.graphed = False
             reason = str(error).partition("\n")[0]
-            print(f"encoder only: launched kernel by kernel, as no graph of it can be ({reason})")
+            print(
+                f"encoder only: launched kernel by kernel, as no graph of it can be ({reason})",
+                flush=True,
+            )
 
     def turn(self) -> contextlib.AbstractContextManager[None]:
         self.steps(3)
