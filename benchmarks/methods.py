@@ -65,6 +65,8 @@ def train(method: str, recipe: str) -> list[Record]:
         records = read_records(run / "metrics.jsonl", result.seconds)
     by_subject = {record.subject: record for record in records}
     for record in by_subject.values():
+        for speed in ("run_seconds", "images_per_second"):  # no part of it: cores may be shared
+            del record.protocol[speed]
         record.protocol["method"] = identity(method, recipe)
     return [by_subject[UNTRAINED], by_subject[method]]
 
