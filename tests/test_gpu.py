@@ -1,12 +1,12 @@
 """Whole steps on a GPU: for every method, a replayed CUDA graph does what plain steps do.
 
-Momentum, rate and weights of terms change with the step, before and after the recording.
+Momentum, rate and weights of terms change with the step, before and after the recording. Training
+is chaotic: a rounding grows tenfold in a few steps. So every step starts from the same state.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from xmoco.config import Config
-from xmoco.data import ArrayImages
+from xmoco.data import ArrayImages, Batch
 from xmoco.methods import Method, build_method
 from xmoco.pretraining import prepare_training
 from xmoco.settings import load_config
-from xmoco.task import StepOutput
 from xmoco.train.engine import build_fabric
+from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder
 from xmoco.train.step import WARM_UP, GraphedStepper
 
@@ -51,25 +51,6 @@ METHODS = {
 }
 
 
-class Course(NamedTuple):
-    """What steps told, and where they led."""
-
-    steps: list[StepOutput]
-    method: Method
-    start: dict[str, Tensor]
-    graphed: bool
-
-    def way(self, part: str) -> Tensor:
-        """How far the weights of a part of the method have come."""
-        state = self.method.state_dict()
-        names = [name for name in parameters(self.method) if name.partition(".")[0] == part]
-        return torch.cat([(state[name] - self.start[name]).flatten() for name in names])
-
-
-def parameters(method: Method) -> list[str]:
-    return [name for name, _ in method.named_parameters()]
-
-
 @pytest.fixture(autouse=True)
 def repeatable() -> Iterator[None]:
     """Two courses are compared here, and cuDNN's usual sums are never the same twice."""
@@ -78,26 +59,19 @@ def repeatable() -> Iterator[None]:
 
 
 @pytest.fixture
-def take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Course]:
-    """Takes all steps, replayed as soon as they can be."""
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Training]:
+    """Trainings at their start, whose steps are replayed as soon as they can be."""
     monkeypatch.setattr("xmoco.train.step.HOST_SHARE", 0.0)  # always record
 
-    def course(settings: str, build: Callable[[Config], Method] = build_method) -> Course:
+    def make(settings: str, build: Callable[[Config], Method] = build_method) -> Training:
         config = load_config(None, [*SMALL, *settings.split()])
         fabric = build_fabric(config.run)
         torch.backends.cudnn.benchmark = False  # its choice would be another every time
         training = prepare_training(config, fabric, pictures(), RunFolder(tmp_path), build)
-        method = training.task
-        assert isinstance(method, Method)
-        method.train()
-        start = {name: value.clone() for name, value in method.state_dict().items()}
-        with closing(training.batches.from_step(0)) as stream:
-            steps = [training.advance(stream, step == MEASURED) for step in range(STEPS)]
-        stepper = training.stepper
-        graphed = isinstance(stepper, GraphedStepper) and stepper.graph is not None
-        return Course(steps, method, start, graphed)
+        training.task.train()
+        return training
 
-    return course
+    return make
 
 
 def pictures() -> ArrayImages:
@@ -113,52 +87,107 @@ def uncapturable(config: Config) -> Method:
     return method
 
 
-def assert_same_course(found: Course, expected: Course) -> None:
-    """As far as float32 can tell: sums are taken in other orders, and 20 steps add that up."""
-    for ours, theirs in zip(found.steps, expected.steps, strict=True):
-        assert_close(ours.loss, theirs.loss, rtol=1e-3, atol=1e-3)
-        assert ours.terms.keys() == theirs.terms.keys()
-        for name, term in ours.terms.items():
-            assert_close(term, theirs.terms[name], rtol=1e-3, atol=1e-3)
-        assert ours.metrics.keys() == theirs.metrics.keys()
-    assert_same_end(found, expected)
-    for name, value in expected.method.state_dict().items():
-        if not value.is_floating_point():  # counters
-            assert torch.equal(found.method.state_dict()[name], value), name
+def is_graphed(training: Training) -> bool:
+    stepper = training.stepper
+    return isinstance(stepper, GraphedStepper) and stepper.graph is not None
 
 
-def assert_same_end(found: Course, expected: Course) -> None:
-    for part in {name.partition(".")[0] for name in parameters(expected.method)}:
-        way = expected.way(part)
-        assert way.norm() > 0, part
-        assert (found.way(part) - way).norm() < 0.02 * way.norm(), part
+def take_over(follower: Training, leader: Training) -> None:
+    """Weights, memories and the optimiser's state, in place, where a recorded graph finds them."""
+    follower.task.load_state_dict(leader.task.state_dict())
+    pairs = zip(follower.task.parameters(), leader.task.parameters(), strict=True)
+    for own, other in pairs:
+        for name, value in leader.optimizer.state.get(other, {}).items():
+            place = follower.optimizer.state[own].get(name)
+            if isinstance(place, Tensor):
+                place.copy_(value)
+
+
+def weights(training: Training) -> dict[str, Tensor]:
+    """By part of the method: all its parameters in a row."""
+    parts: dict[str, list[Tensor]] = {}
+    for name, value in training.task.named_parameters():
+        parts.setdefault(name.partition(".")[0], []).append(value.detach().flatten().clone())
+    return {part: torch.cat(values) for part, values in parts.items()}
+
+
+def assert_same_steps(ours: Training, theirs: Training, terms: bool = True) -> None:
+    """Step by step, each from the state of ``theirs``; weights go the same way, to a hundredth."""
+    with closing(theirs.batches.from_step(0)) as stream:
+        batches: list[Batch] = [next(stream) for _ in range(STEPS)]
+    for step, batch in enumerate(batches):
+        if step:
+            take_over(ours, theirs)
+        before = weights(theirs)
+        measured = step == MEASURED
+        found = ours.advance(iter([batch]), measured)
+        expected = theirs.advance(iter([batch]), measured)
+        assert_close(found.loss, expected.loss, rtol=1e-4, atol=1e-4)
+        if terms:
+            assert found.terms.keys() == expected.terms.keys()
+            for name, term in found.terms.items():
+                assert_close(term, expected.terms[name], rtol=1e-4, atol=1e-4)
+        assert bool(found.metrics) == bool(expected.metrics) == measured
+        after, ended = weights(theirs), weights(ours)
+        for part, start in before.items():
+            way = (after[part] - start).norm()
+            # Weights have seven digits, so of a short way fewer are known.
+            rounding = 1e-6 * start.norm()
+            assert (ended[part] - after[part]).norm() <= 0.01 * way + rounding, (step, part)
 
 
 @pytest.mark.parametrize("settings", METHODS.values(), ids=METHODS.keys())
-def test_a_graph_takes_the_course_of_plain_steps(
-    settings: str, take: Callable[..., Course]
+def test_a_graph_takes_the_steps_of_plain_ones(
+    settings: str, made: Callable[..., Training]
 ) -> None:
-    plain, graphed = take(settings, uncapturable), take(settings)
-    assert (plain.graphed, graphed.graphed) == (False, True)
-    assert_same_course(graphed, plain)
-    assert graphed.steps[MEASURED].metrics
+    plain, graphed = made(settings, uncapturable), made(settings)
+    assert_same_steps(graphed, plain)
+    assert (is_graphed(plain), is_graphed(graphed)) == (False, True)
+    for name, value in plain.task.state_dict().items():
+        if isinstance(value, Tensor) and not value.is_floating_point():  # counters
+            assert torch.equal(graphed.task.state_dict()[name], value), name
 
 
-def test_xmoco_without_its_ideas_is_mocov2plus(take: Callable[..., Course]) -> None:
-    ours = take(f"{BANKS} label_weight=0 consistency_weight=0")
-    moco = take(f"method=mocov2plus {BANKS}")
-    assert ours.graphed
-    assert moco.graphed
-    for our_step, their_step in zip(ours.steps, moco.steps, strict=True):
-        assert_close(our_step.loss, their_step.loss, rtol=1e-3, atol=1e-3)
-    assert_same_end(ours, moco)
+def test_xmoco_without_its_ideas_is_mocov2plus(made: Callable[..., Training]) -> None:
+    """What is left between two such runs is rounding, which training makes grow."""
+    ours = made(f"{BANKS} label_weight=0 consistency_weight=0")
+    moco = made(f"method=mocov2plus {BANKS}")
+    assert_same_steps(ours, moco, terms=False)
+    assert is_graphed(ours)
+    assert is_graphed(moco)
 
 
-def test_what_changes_with_the_step_changes_the_course(take: Callable[..., Course]) -> None:
+def test_one_hot_soft_labels_are_infonce_too(made: Callable[..., Training]) -> None:
+    """With ξ 1 the labels still come from the streamed balancing, and are one-hot all the same."""
+    ours = made(f"{BANKS} positive_mass=1 consistency_weight=0")
+    plain = made(f"{BANKS} label_weight=0 consistency_weight=0")
+    plain_history = {k: v for k, v in ours.task.state_dict().items() if "soft_labels" in k}
+    assert plain_history, "it has a history, which the other has not"
+    assert_same_loss(ours, plain)
+
+
+def assert_same_loss(ours: Training, theirs: Training) -> None:
+    """Where memories differ, only the first steps compare: as long as roundings are small."""
+    with closing(theirs.batches.from_step(0)) as stream:
+        for _ in range(4):
+            batch = next(stream)
+            found, expected = ours.advance(iter([batch])), theirs.advance(iter([batch]))
+            assert_close(found.loss, expected.loss, rtol=1e-4, atol=1e-4)
+
+
+def test_what_changes_with_the_step_changes_the_course(made: Callable[..., Training]) -> None:
     """Lest the above compare two courses that both stood still."""
-    rising, fixed = (take(f"{BANKS} consistency_warmup_epochs={epochs}") for epochs in (2, 0))
-    risen = take(f"method=mocov2plus {BANKS}")
-    constant = take("method=mocov2plus bank_length=48 key_momentum=0.5")
+
+    def moved(settings: str) -> Tensor:
+        training = made(settings)
+        before = weights(training)["momentum_encoder"]
+        with closing(training.batches.from_step(0)) as stream:
+            for _ in range(STEPS):
+                training.advance(stream)
+        return weights(training)["momentum_encoder"] - before
+
+    rising, fixed = (moved(f"{BANKS} consistency_warmup_epochs={epochs}") for epochs in (2, 0))
+    risen = moved(f"method=mocov2plus {BANKS}")
+    constant = moved("method=mocov2plus bank_length=48 key_momentum=0.5")
     for one, other in ((rising, fixed), (risen, constant)):
-        way = other.way("momentum_encoder")
-        assert (one.way("momentum_encoder") - way).norm() > 0.02 * way.norm()
+        assert (one - other).norm() > 0.05 * other.norm()

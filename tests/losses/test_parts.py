@@ -140,7 +140,7 @@ def test_a_weight_on_the_device_is_the_number_it_holds(
         loss, terms = criterion.cross_entropies(P_s, P_t, P_s, P_t, *labels, given_weight)
         loss.backward()
         assert loss.dtype == precision
-        assert ("consistency_source" in terms) == (isinstance(given_weight, Tensor) or weight > 0)
+        assert "consistency_source" in terms  # whatever its weight is at this step
         losses.append(loss.detach())
         gradients.append(queries.grad)
     assert_close(*losses, rtol=1e-6, atol=1e-7)

@@ -120,7 +120,7 @@ class XMoCoLoss(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The weighted sum of the terms, and each by itself (step 6).
 
-        The weight may be another at every step.
+        The weight may be another at every step; terms whose own weight is 0 are left out.
         """
         weight = self.consistency_weight if consistency_weight is None else consistency_weight
         terms = {
@@ -128,7 +128,7 @@ class XMoCoLoss(nn.Module):
             "labels_target": P_s.infonce() if Y_t is None else P_s.cross_entropy(Y_t),
         }
         parts = list(terms.values())
-        if isinstance(weight, Tensor) or weight > 0:
+        if self.consistency_weight > 0:
             agreement = consistency(P_s, P_t, T_s, T_t)
             terms |= agreement
             if isinstance(weight, Tensor):

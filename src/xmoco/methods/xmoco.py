@@ -34,6 +34,7 @@ class XMoCo(BankMethod):
             iterations=settings.sinkhorn_iterations,
             history=settings.history,
             label_weight=settings.label_weight,
+            consistency_weight=settings.consistency_weight,
             teacher=settings.teacher,
         )
         super().__init__(config)

@@ -1,0 +1,212 @@
+"""``--recipe auto``: settings that suit the images at hand and the device, each with its reason.
+
+What is chosen depends on three facts only (how many images, how large, which device) and on how
+fast that device is, which is measured. Everything else is the recipe's that the choice starts from.
+"""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xmoco.config import Config
+from xmoco.data.decode import UnreadableImage
+from xmoco.data.imagesets import ImageSet
+from xmoco.methods import build_method, method_class
+from xmoco.nn.encoding import resolve_batch_norm
+from xmoco.schedules import Clock, ScheduledValues
+from xmoco.settings import load_config
+
+LOOKED_AT = 16
+"""Images whose sizes are looked at."""
+PATIENCE = 20 * 60.0
+"""Seconds that training on a CPU may take by our own choice."""
+FEWEST_EPOCHS = 50
+"""On a CPU: a network that could not see the images as often is too large for it."""
+STEPS = 30_000
+"""Wanted on a GPU: what 200 epochs of ten thousand photographs in batches of 64 come to."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    images: int
+    short_side: int  # of a typical image, in pixels
+    device: str
+
+
+class Choice(NamedTuple):
+    setting: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
+class AutoRecipe:
+    """A recipe to start from, and what is chosen in place of its settings."""
+
+    base: str
+    choices: tuple[Choice, ...]
+
+    def settings(self) -> dict[str, Any]:
+        return {choice.setting: choice.value for choice in self.choices}
+
+
+Speed = Callable[[str, dict[str, Any]], float]
+"""Images per second of training by a recipe with changes."""
+
+
+def look_at(images: ImageSet, device: str) -> Situation:
+    """How many and how large they are, by the size of some of them."""
+    places = sorted({n * len(images) // LOOKED_AT for n in range(LOOKED_AT)})
+    sides = []
+    for place in places:
+        try:
+            sides.append(min(images.read(place).shape[1:]))
+        except UnreadableImage:  # met again in its turn, and told then
+            continue
+    return Situation(len(images), sorted(sides)[len(sides) // 2] if sides else 224, device)
+
+
+def choose(situation: Situation, speed: Speed) -> AutoRecipe:
+    """What suits a situation. ``speed`` is asked for on a CPU only, where time decides."""
+    if situation.device == "cpu":
+        return _for_cpu(situation, speed)
+    return _for_gpu(situation)
+
+
+def _for_gpu(situation: Situation) -> AutoRecipe:
+    images, side = situation.images, situation.short_side
+    many = images >= 100_000
+    size = _size(side, 224 if many else 128)
+    base = "cifar10" if size <= 48 else "imagenet" if many else "imagenette"
+    backbone = "resnet50" if many and size > 48 else "resnet18"
+    batch = 512 if images >= 500_000 else _power(images // 64, 32, 256)
+    steps = max(1, images // batch)
+    epochs = min(800, max(100, round(STEPS / steps / 10) * 10))
+    return AutoRecipe(
+        base,
+        (
+            Choice("size", size, _about_size(side, size)),
+            Choice("backbone", backbone, f"{images:,} images suit a network of this size"),
+            Choice("batch", batch, f"makes {steps:,} steps of an epoch"),
+            _bank(images),
+            Choice("epochs", epochs, f"{epochs * steps:,} steps in all"),
+        ),
+    )
+
+
+def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:
+    """The largest network and views that see the images often enough within our patience."""
+    images, side = situation.images, situation.short_side
+    batch = _power(images // 16, 16, 64)
+    steps = max(1, images // batch)
+    for backbone, most in (("resnet18", 128), ("resnet18", 64), ("tiny", 64), ("tiny", 32)):
+        size = _size(side, most)
+        base = "cifar10" if size <= 48 else "imagenette"
+        network = {"backbone": backbone, "size": size, "batch": batch, **SMALL_HEADS}
+        fast = speed(base, network)
+        epochs = int(PATIENCE * fast / (steps * batch))
+        if epochs >= FEWEST_EPOCHS or (backbone, most) == ("tiny", 32):
+            break
+    epochs = min(400, max(1, epochs))
+    return AutoRecipe(
+        base,
+        (
+            Choice("size", size, _about_size(side, size)),
+            Choice("backbone", backbone, f"trains {fast:,.0f} images/s on this CPU"),
+            Choice("batch", batch, f"makes {steps:,} steps of an epoch"),
+            *(Choice(name, value, "a small head for small batches") for name, value in HEAD),
+            _bank(images),
+            Choice("epochs", epochs, _about_time(epochs * steps * batch / fast)),
+        ),
+    )
+
+
+HEAD = (("head_layers", 2), ("head_hidden", 512), ("batch_norm_groups", 2))
+SMALL_HEADS: dict[str, Any] = dict(HEAD)
+
+
+def _size(side: int, most: int) -> int:
+    """Views no larger than the images, in steps of 16 pixels."""
+    return max(32, min(most, side // 16 * 16))
+
+
+def _about_size(side: int, size: int) -> str:
+    if size < side:
+        return f"images are {side} px, and larger views cost more than they teach"
+    return f"images are {side} px"
+
+
+def _bank(images: int) -> Choice:
+    length = min(4096, _power(images // 2, 2, 4096))
+    return Choice("bank_length", length, "no more than half of the images")
+
+
+def _power(number: int, least: int, most: int) -> int:
+    """The largest power of two up to ``number``, within bounds."""
+    return min(most, max(least, 1 << (max(1, number).bit_length() - 1)))
+
+
+def _about_time(seconds: float) -> str:
+    return f"about {duration(seconds)} on this device"
+
+
+def duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
+    if seconds < 90 * 60:
+        return f"{seconds / 60:.0f} minutes"
+    if seconds < 48 * 3600:
+        return f"{seconds / 3600:.1f} hours"
+    return f"{seconds / 86400:.1f} days"
+
+
+def images_per_second(config: Config, device: torch.device, at_once: int = 16) -> float:
+    """How fast this device trains by ``config``, from a few steps over noise.
+
+    Small batches are enough for an estimate, and even a network far too large for the device
+    takes them in seconds.
+    """
+    count = min(config.train.batch, at_once if device.type == "cpu" else config.train.batch)
+    settings = config.model_copy(
+        update={
+            "model": resolve_batch_norm(
+                config.model,
+                processes=1,
+                device=device.type,
+                images_per_forward=count,
+                hide_keys=method_class(config.method).hides_keys,
+            )
+        }
+    )
+    task = build_method(settings)
+    task.optimize_for(device)
+    task.to(device).to(memory_format=torch.channels_last)
+    values = ScheduledValues(task.schedules())
+    views = [_noise(count, group.input.size, device) for group in task.views for _ in group.names]
+    learned = [p for p in task.parameters() if p.requires_grad]
+    seconds = math.inf
+    for step in range(3):  # the first warms up
+        started = time.perf_counter()
+        at = values.at(Clock(step, 3, 3))
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            task(views, at).loss.backward()
+        torch._foreach_zero_([p.grad for p in learned if p.grad is not None])
+        task.after_update(at)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds = min(seconds, time.perf_counter() - started)
+    return count / seconds
+
+
+def _noise(count: int, size: int, device: torch.device) -> Tensor:
+    noise = torch.randn(count, 3, size, size, device=device)
+    return noise.to(memory_format=torch.channels_last)
+
+
+def measured_speed(device: torch.device) -> Speed:
+    return lambda base, changes: images_per_second(load_config(base, settings=changes), device)
