@@ -25,9 +25,9 @@ from helpers import (
     run_cli,
     write_recipe,
 )
+from xmoco.checkpoints import load_checkpoint
 from xmoco.schedules import WarmupCosine
 from xmoco.settings import load_config, recipe_names
-from xmoco.train.checkpoints import load_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -329,7 +329,7 @@ def test_a_full_disk_while_saving(here: Path, monkeypatch: pytest.MonkeyPatch) -
     def fsync(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    from xmoco.train.checkpoints import Checkpoints
+    from xmoco.checkpoints import Checkpoints
 
     save = Checkpoints.save
 

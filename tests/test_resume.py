@@ -26,9 +26,9 @@ from helpers import (
     wait_until,
     write_recipe,
 )
+from xmoco.checkpoints import Checkpoints
 from xmoco.run_logger import RunLogger
 from xmoco.settings import read_config
-from xmoco.train.checkpoints import Checkpoints
 
 METHODS = ["xmoco", "mocov2plus"]
 

@@ -28,13 +28,13 @@ from helpers import (
     run_two,
     write_recipe,
 )
+from xmoco.checkpoints import load_checkpoint
 from xmoco.config import Config
 from xmoco.data import open_images
 from xmoco.losses.bank import PairedRing
 from xmoco.methods import Method, build_method
 from xmoco.pretraining import prepare_training, pretrain
 from xmoco.settings import load_config
-from xmoco.train.checkpoints import load_checkpoint
 from xmoco.train.engine import build_fabric
 from xmoco.train.loop import Callback, Training
 from xmoco.train.run_folder import RunFolder

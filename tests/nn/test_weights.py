@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.testing import assert_close
 
+from xmoco.checkpoints import Checkpoints
 from xmoco.config import Config
 from xmoco.errors import UserError
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, load_backbone, load_weights, read_card, save_backbone
 from xmoco.settings import config_yaml, load_config
-from xmoco.train.checkpoints import Checkpoints
 
 CARD = BackboneCard(
     backbone="tiny",

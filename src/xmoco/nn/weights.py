@@ -23,6 +23,7 @@ import torchvision.models
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
+from xmoco.checkpoints import FORMAT, Checkpoints
 from xmoco.config import Config, InputConfig
 from xmoco.errors import UserError, nearest
 from xmoco.files import write_whole
@@ -43,7 +44,6 @@ from xmoco.nn.checkpoint_formats import (
     part_of,
 )
 from xmoco.settings import config_from_settings
-from xmoco.train.checkpoints import FORMAT, Checkpoints
 
 Rgb = tuple[float, float, float]
 

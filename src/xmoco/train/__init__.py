@@ -1,1 +1,1 @@
-"""Training: the loop, schedules, checkpoints, the run folder and what a person sees meanwhile."""
+"""Training: the loop, a step of it, optimisers, the run folder and what a person sees meanwhile."""

@@ -16,13 +16,13 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor
 
+from xmoco.checkpoints import load_checkpoint
 from xmoco.config import OptimConfig
 from xmoco.data import Batch, Batches
 from xmoco.distributed import sum_over_processes
 from xmoco.errors import Interrupted, UserError
 from xmoco.schedules import Clock, Schedule
 from xmoco.task import Moment, StepOutput, Task
-from xmoco.train.checkpoints import load_checkpoint
 from xmoco.train.optimizers import build_optimizer
 from xmoco.train.run_folder import RunFolder
 from xmoco.train.step import build_stepper

@@ -16,12 +16,12 @@ from typing import Any
 
 import yaml
 
+from xmoco.checkpoints import Checkpoints
 from xmoco.config import Config
 from xmoco.errors import UserError
 from xmoco.files import write_whole
 from xmoco.records import Record, commit, lines_so_far, machine, now, versions
 from xmoco.settings import read_config
-from xmoco.train.checkpoints import Checkpoints
 
 if sys.platform != "win32":
     import fcntl

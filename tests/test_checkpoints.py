@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from xmoco.checkpoints import Checkpoints, load_checkpoint
 from xmoco.errors import UserError
-from xmoco.train.checkpoints import Checkpoints, load_checkpoint
 
 
 @pytest.fixture
