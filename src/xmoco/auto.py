@@ -90,7 +90,7 @@ def _for_gpu(situation: Situation) -> AutoRecipe:
     return AutoRecipe(
         base,
         (
-            Choice("size", size, _about_size(side, size)),
+            Choice("size", size, _about_size(side, size, "cost more than so few images teach")),
             Choice("backbone", backbone, f"{images:,} images suit a network of this size"),
             Choice("batch", batch, f"makes {steps:,} steps of an epoch"),
             _bank(images),
@@ -102,13 +102,12 @@ def _for_gpu(situation: Situation) -> AutoRecipe:
 def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:
     """The largest network and views that see the images often enough within our patience."""
     images, side = situation.images, situation.short_side
-    batch = _power(images // 16, 16, 64)
+    batch = _power(images // 8, 16, 64)
     steps = max(1, images // batch)
     for backbone, most in (("resnet18", 128), ("resnet18", 64), ("tiny", 64), ("tiny", 32)):
         size = _size(side, most)
         base = "cifar10" if size <= 48 else "imagenette"
-        network = {"backbone": backbone, "size": size, "batch": batch, **SMALL_HEADS}
-        fast = speed(base, network)
+        fast = speed(base, {"backbone": backbone, "size": size, "batch": batch})
         epochs = int(PATIENCE * fast / (steps * batch))
         if epochs >= FEWEST_EPOCHS or (backbone, most) == ("tiny", 32):
             break
@@ -116,18 +115,13 @@ def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:
     return AutoRecipe(
         base,
         (
-            Choice("size", size, _about_size(side, size)),
+            Choice("size", size, _about_size(side, size, "would take too long on a CPU")),
             Choice("backbone", backbone, f"trains {fast:,.0f} images/s on this CPU"),
             Choice("batch", batch, f"makes {steps:,} steps of an epoch"),
-            *(Choice(name, value, "a small head for small batches") for name, value in HEAD),
             _bank(images),
             Choice("epochs", epochs, _about_time(epochs * steps * batch / fast)),
         ),
     )
-
-
-HEAD = (("head_layers", 2), ("head_hidden", 512), ("batch_norm_groups", 2))
-SMALL_HEADS: dict[str, Any] = dict(HEAD)
 
 
 def _size(side: int, most: int) -> int:
@@ -135,15 +129,12 @@ def _size(side: int, most: int) -> int:
     return max(32, min(most, side // 16 * 16))
 
 
-def _about_size(side: int, size: int) -> str:
-    if size < side:
-        return f"images are {side} px, and larger views cost more than they teach"
-    return f"images are {side} px"
+def _about_size(side: int, size: int, larger: str) -> str:
+    return f"images are {side} px" + (f", and larger views {larger}" if size < side else "")
 
 
 def _bank(images: int) -> Choice:
-    length = min(4096, _power(images // 2, 2, 4096))
-    return Choice("bank_length", length, "no more than half of the images")
+    return Choice("bank_length", max(2, min(4096, images // 2)), "no more than half of the images")
 
 
 def _power(number: int, least: int, most: int) -> int:

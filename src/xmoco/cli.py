@@ -53,9 +53,10 @@ app.add_typer(tables, name="tables")
 
 @app.command(
     epilog="Examples:\n\n"
+    "`xmoco pretrain --data ~/photos --out runs/photos`\n\n"
+    "`xmoco pretrain --data ~/photos --dry-run`\n\n"
     "`xmoco pretrain --recipe demo epochs=3`\n\n"
     "`xmoco pretrain --recipe cifar10 --data torchvision:CIFAR10 download=true`\n\n"
-    "`xmoco pretrain --recipe imagenette --data ~/photos --out runs/photos batch=256`\n\n"
     "`xmoco pretrain --resume --out runs/photos`"
 )
 def pretrain(
@@ -71,15 +72,16 @@ def pretrain(
         typer.Option(
             "--recipe",
             "-r",
-            help="`demo`, `cifar10`, `simclr`, `byol`, `swav`, `imagenette`, `imagenet` (the "
-            "paper's settings), or a yaml file. Default: `imagenet`.",
+            help="`auto` looks at your images and the device, chooses, and says why; or `demo`, "
+            "`cifar10`, `simclr`, `byol`, `swav`, `imagenette`, `imagenet` (the paper's settings), "
+            "or a yaml file. Default: `auto`.",
         ),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
             help="Images: a folder of any depth, a .tar, .tar.gz or .tar.xz, `patterns` "
-            "(embedded), or `torchvision:NAME`. Default: the recipe's."
+            "(embedded), or `torchvision:NAME`. Default: the recipe's; `auto` has none."
         ),
     ] = None,
     out: Annotated[
@@ -93,16 +95,29 @@ def pretrain(
         Path | None,
         typer.Option(help="Start a new run from the backbone of another run (folder or file)."),
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Say what would be done and how long it would take, and do nothing."
+        ),
+    ] = False,
 ) -> None:
     """Train a backbone on images, without labels, and leave weights and a report.
 
     Everything a run depends on is a setting with a name; a recipe is a set of them. The run folder
     holds the configuration, metrics, checkpoints, `backbone.safetensors` and `report.html`.
     """
+    from xmoco.errors import UserError
+    from xmoco.planning import show_plan
     from xmoco.pretraining import pretrain as run
 
+    if dry_run:
+        if resume or weights or out:
+            raise UserError("--dry-run does nothing, so --out, --resume and --weights go without.")
+        show_plan(recipe, data=data, overrides=settings or [])
+        return
     result = run(
-        recipe or (None if resume else "imagenet"),
+        recipe,
         data=data,
         out=out,
         resume=resume,

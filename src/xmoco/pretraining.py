@@ -1,7 +1,6 @@
 """Pre-training from images to weights: puts data, method, loop, monitor and report together."""
 
 import itertools
-import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,19 +17,28 @@ from xmoco.config import Config, ModelConfig
 from xmoco.data import Batches, ImageSet, Unreadable, open_images
 from xmoco.data.batches import preload
 from xmoco.data.fingerprint import fingerprint
-from xmoco.data.sources import is_path, source_name
+from xmoco.data.sources import source_name
 from xmoco.data.subset import at_most
 from xmoco.errors import UserError
 from xmoco.evaluate.monitor import Monitor
-from xmoco.methods import Method, build_method, method_class
-from xmoco.nn.encoding import describe_batch_norm, resolve_batch_norm
+from xmoco.methods import Method, build_method
 from xmoco.nn.weights import BackboneCard, load_backbone, read_card, save_backbone
+from xmoco.planning import (
+    Asked,
+    about,
+    chosen_config,
+    launched,
+    model_here,
+    peak_rate,
+    say,
+    with_full_paths,
+)
 from xmoco.report.page import write_report
 from xmoco.report.pictures import picture_neighbours, picture_views
 from xmoco.run_logger import RunLogger
 from xmoco.schedules import WarmupCosine
-from xmoco.settings import config_yaml, differences, load_config
-from xmoco.train.engine import build_fabric, on_first
+from xmoco.settings import config_yaml, differences
+from xmoco.train.engine import on_first
 from xmoco.train.loop import Callback, Plan, Training
 from xmoco.train.run_folder import RunFolder
 
@@ -63,7 +71,8 @@ def pretrain(
     On a CPU, memory that the process frees stays with it from then on, for the next step to use.
 
     Args:
-        recipe: a recipe's name (``demo``, ``cifar10`` …) or a yaml file; none for plain defaults.
+        recipe: a recipe's name (``demo``, ``cifar10`` …) or a yaml file. None is ``auto``: settings
+            that suit the images and the device.
         data: a folder, a tar archive, or a known set; replaces the recipe's.
         out: the run folder, which must be new unless ``resume``; by default under ``runs``.
         resume: continue the run in ``out`` exactly where it was interrupted.
@@ -79,57 +88,31 @@ def pretrain(
     if data is not None:
         settings["source"] = str(data)
     folder = None if out is None else Path(out)
+    asked = Asked(recipe, tuple(overrides), settings)
     if resume:
         if folder is None:
             raise UserError("say with --out which run to resume.")
         if weights is not None:
             raise UserError("--weights starts a new run and --resume goes on with one: give one.")
-        config = _resumed_config(RunFolder.open(folder), recipe, overrides, settings)
+        config = _resumed_config(RunFolder.open(folder), asked)
+        fabric, console = launched(config.run)
     else:
-        config = load_config(recipe, overrides, settings)
-        _expect_images(config, recipe)
-        config = _with_full_paths(config)
-    fabric = build_fabric(config.run)
-    fabric.launch()
-    console = Console(quiet=not fabric.is_global_zero)
+        fabric, console = launched(asked.run_config())
+        config = chosen_config(asked, fabric, console)
     return _run(config, fabric, console, folder, resume, weights)
 
 
-def _resumed_config(
-    run: RunFolder, recipe: str | Path | None, overrides: Iterable[str], settings: dict[str, Any]
-) -> Config:
+def _resumed_config(run: RunFolder, asked: Asked) -> Config:
     """The run's own configuration; whatever else is asked for must agree with it."""
     own = run.config()
-    if recipe is not None:
-        asked = load_config(recipe, overrides, settings)
-    else:
-        asked = load_config(run.path / "config.yaml", overrides, settings)
-    changed = differences(own, _with_full_paths(asked))
+    wanted = asked.config(run.path / "config.yaml" if asked.automatic else asked.recipe)
+    changed = differences(own, with_full_paths(wanted))
     if changed:
         raise UserError(
             f"{run.path} was started with another configuration ({'; '.join(changed)}): "
             "resume it without these changes, or start a new run with --out."
         )
-    return own.model_copy(update={"run": asked.run})
-
-
-def _expect_images(config: Config, recipe: str | Path | None) -> None:
-    """Where a recipe only guesses where the images are, somebody has to say."""
-    source = config.data.source
-    guessed = source == load_config(recipe).data.source and is_path(source)
-    if guessed and not Path(source).expanduser().exists():
-        raise UserError(f"say with --data where the images are: they are not in {source!r}.")
-
-
-def _with_full_paths(config: Config) -> Config:
-    """Data by its full path, so that a run can be resumed from anywhere."""
-    data = config.data
-    source = Path(data.source).expanduser()
-    if source.exists():
-        data = data.model_copy(update={"source": os.path.abspath(source)})  # noqa: PTH100
-    if data.source.startswith("torchvision:"):
-        data = data.model_copy(update={"root": os.path.abspath(data.root)})  # noqa: PTH100
-    return config.model_copy(update={"data": data})
+    return own.model_copy(update={"run": wanted.run})
 
 
 def _run(
@@ -142,7 +125,7 @@ def _run(
 ) -> RunResult:
     # All that can be wrong is found out before anything is written.
     first = fabric.is_global_zero
-    here = config.model_copy(update={"model": _model_here(config, fabric)})
+    here = config.model_copy(update={"model": model_here(config, fabric)})
     path = on_first(fabric, lambda: folder if resume and folder else _free_path(folder, config))
     torch.manual_seed(config.train.seed)
     method = build_method(here)
@@ -178,7 +161,7 @@ def _run(
             before = run.environment()
             _open_books(training, method, here, broken, resume)
             for line in _introduction(here, training, method, images, resumed, before):
-                console.print(line, markup=False, highlight=False, soft_wrap=True)
+                say(console, line)
                 run.log(line)
         if not training.finished:
             told = RunLogger(config, training, method, monitor, run, console) if first else None
@@ -197,7 +180,7 @@ def prepare_training(
     build: Callable[[Config], Method] = build_method,
 ) -> Training:
     """A training at its start, for programs that take the steps themselves."""
-    here = config.model_copy(update={"model": _model_here(config, fabric)})
+    here = config.model_copy(update={"model": model_here(config, fabric)})
     torch.manual_seed(config.train.seed)
     method, batches = build(here), _batches(config, fabric, images)
     plan = _plan(config, batches.steps_per_epoch)
@@ -224,17 +207,6 @@ def _batches(
     )
 
 
-def _model_here(config: Config, fabric: Fabric) -> ModelConfig:
-    """What was ``auto`` becomes what suits these processes and this device."""
-    return resolve_batch_norm(
-        config.model,
-        processes=fabric.world_size,
-        device=fabric.device.type,
-        images_per_forward=_share(config, fabric.world_size),
-        hide_keys=method_class(config.method).hides_keys,
-    )
-
-
 def _plan(config: Config, steps_per_epoch: int) -> Plan:
     train, optim = config.train, config.optim
     return Plan(
@@ -247,10 +219,6 @@ def _plan(config: Config, steps_per_epoch: int) -> Plan:
         log_every=train.log_every,
         checkpoint_minutes=train.checkpoint_minutes,
     )
-
-
-def peak_rate(config: Config) -> float:
-    return config.optim.learning_rate * config.train.batch / 256
 
 
 def _lasting(config: Config) -> dict[str, Any]:
@@ -295,17 +263,6 @@ def work_name(config: Config) -> str:
     return f"{source}-{config.model.backbone}-{config.train.epochs}ep"
 
 
-def _share(config: Config, processes: int) -> int:
-    """Images that go through the encoder at once."""
-    batch, accumulate = config.train.batch, config.train.accumulate
-    if batch % (processes * accumulate):
-        among = f"{processes} processes" if processes > 1 else ""
-        parts = f"{accumulate} parts" if accumulate > 1 else ""
-        wanted = " and ".join(filter(None, (among, parts)))
-        raise UserError(f"a batch of {batch} cannot be shared equally by {wanted}.")
-    return batch // (processes * accumulate)
-
-
 def _free_path(folder: Path | None, config: Config) -> Path:
     if folder is not None:
         RunFolder.refuse_existing(folder)
@@ -340,24 +297,7 @@ def _introduction(
     before: Mapping[str, Any],
 ) -> Iterator[str]:
     """What a person wants to know before waiting; ``before`` is the last session's environment."""
-    train, fabric = config.train, training.fabric
-    millions = sum(p.numel() for p in method.encoder.parameters()) / 1e6
-    labels = "no labels" if images.classes is None else f"{len(images.classes)} classes"
-    yield f"{images.name}: {len(images):,} images, {labels}"
-    if images.classes is not None:
-        yield "labels are used by the kNN monitor only"
-    yield f"{method.title} on {config.model.backbone}, {millions:.1f} M parameters with its head"
-    yield (
-        f"{fabric.world_size} × {fabric.device.type}, batch {train.batch}, learning rate "
-        f"{config.optim.learning_rate:g} × {train.batch}/256 = {peak_rate(config):g}"
-    )
-    yield f"batch norm: {describe_batch_norm(config.model)}{_other_norm(config.model, before)}"
-    central = config.input.eval_size
-    judged = f", judged by central ones of {central} px" if central else ""
-    shown = " and ".join(f"{group.count} of {group.input.size} px" for group in method.views)
-    yield f"random views of an image: {shown}{judged}"
-    yield from method.run.notes
-    yield from (f"warning: {warning}" for warning in method.warnings(len(images)))
+    yield from about(config, method, images, training.fabric, _other_norm(config.model, before))
     if training.batches.unreadable:
         count = len(training.batches.unreadable)
         what = "1 image" if count == 1 else f"{count} images"

@@ -32,12 +32,13 @@ def load_config(
     recipe: str | Path | None = None,
     overrides: Iterable[str] = (),
     settings: Mapping[str, Any] | None = None,
+    below: Mapping[str, Any] | None = None,
 ) -> Config:
     """The recipe (a name, a yaml file, or none for plain defaults) with changes to it.
 
-    Changes come as ``key=value`` texts and as a mapping of keys to values. A key is
-    ``section.field``, or just ``field``, which is that of the first section that has it. All
-    mistakes are reported at once, in one ``UserError``.
+    Changes come as ``key=value`` texts and as a mapping of keys to values; those ``below`` give way
+    to them. A key is ``section.field``, or just ``field``, which is that of the first section that
+    has it. All mistakes are reported at once, in one ``UserError``.
     """
     mistakes: list[str] = []
     asked: list[tuple[str, Any]] = []
@@ -49,16 +50,23 @@ def load_config(
             is_there = os.path.exists(override)  # noqa: PTH110 - unlike Path's, it never raises
             meant = f" (for images: --data {override})" if is_there else ""
             mistakes.append(f"{override!r} is not of the form key=value{meant}")
-    changes: Settings = {}
-    for key, value in [*asked, *(settings or {}).items()]:
+    merged = {} if recipe is None else read_recipe(recipe)
+    for layer in ((below or {}).items(), [*asked, *(settings or {}).items()]):
+        merged = _merged(merged, _by_section(layer, mistakes))
+    return _validated(merged, mistakes)
+
+
+def _by_section(changes: Iterable[tuple[str, Any]], mistakes: list[str]) -> Settings:
+    found: Settings = {}
+    for key, value in changes:
         path = _find_field(key)
         if path is None:
             known = [name for pair in all_fields() for name in (pair[1], ".".join(pair))]
             mistakes.append(f"unknown key {key!r}{_suggestion(key, known)}")
         else:
             section, field = path
-            changes.setdefault(section, {})[field] = value
-    return _validated(_merged({} if recipe is None else read_recipe(recipe), changes), mistakes)
+            found.setdefault(section, {})[field] = value
+    return found
 
 
 def read_config(path: Path) -> Config:

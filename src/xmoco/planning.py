@@ -1,0 +1,207 @@
+"""What a run will be: settings asked for or chosen, and what a person should know beforehand."""
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_fabric import Fabric
+from rich.console import Console
+
+from xmoco.auto import (
+    AutoRecipe,
+    choose,
+    duration,
+    images_per_second,
+    look_at,
+    measured_speed,
+)
+from xmoco.config import Config, ModelConfig, RunConfig
+from xmoco.data import ImageSet, open_images
+from xmoco.data.sources import is_path
+from xmoco.errors import UserError
+from xmoco.methods import Method, build_method, method_class
+from xmoco.nn.encoding import describe_batch_norm, resolve_batch_norm
+from xmoco.settings import load_config
+from xmoco.train.engine import build_fabric, on_first
+
+AUTO = "auto"
+AUTO_BASE = "imagenette"
+"""Whose settings hold until the images are known; ``auto`` may begin with another recipe."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user asks for: a recipe, or none for ``auto``, and changes to it."""
+
+    recipe: str | Path | None
+    overrides: tuple[str, ...]
+    settings: Mapping[str, Any]
+
+    @property
+    def automatic(self) -> bool:
+        return self.recipe is None or str(self.recipe) == AUTO
+
+    def config(self, base: str | Path | None, below: Mapping[str, Any] | None = None) -> Config:
+        """By a recipe, with settings that give way to those asked for."""
+        return load_config(base, self.overrides, self.settings, below)
+
+    def run_config(self) -> RunConfig:
+        """Where it is to run, which no recipe says by itself. Mistakes are found here already."""
+        return self.config(AUTO_BASE if self.automatic else self.recipe).run
+
+
+def show_plan(
+    recipe: str | Path | None = None,
+    *,
+    data: str | Path | None = None,
+    overrides: Iterable[str] = (),
+    **settings: Any,
+) -> Config:
+    """Print what ``pretrain`` would do with these arguments, and how long it would take."""
+    if data is not None:
+        settings["source"] = str(data)
+    asked = Asked(recipe, tuple(overrides), settings)
+    fabric, console = launched(asked.run_config())
+    config = chosen_config(asked, fabric, console)
+    here = config.model_copy(update={"model": model_here(config, fabric)})
+    images = open_images(config.data, "train")
+    assert images is not None
+    for line in about(here, build_method(here), images, fabric):
+        say(console, line)
+    if asked.recipe is not None:
+        say(console, _forecast(config, len(images), fabric))
+    return config
+
+
+def launched(run: RunConfig) -> tuple[Fabric, Console]:
+    fabric = build_fabric(run)
+    fabric.launch()
+    return fabric, Console(quiet=not fabric.is_global_zero)
+
+
+def chosen_config(asked: Asked, fabric: Fabric, console: Console) -> Config:
+    """Every setting of a new run."""
+    if not asked.automatic:
+        config = asked.config(asked.recipe)
+        _expect_images(config, asked.recipe)
+        return with_full_paths(config)
+    config = with_full_paths(asked.config(AUTO_BASE))
+    if "source" not in asked.settings and not _names_source(asked):
+        raise UserError("say with --data where the images are.")
+    images = open_images(config.data, "train")
+    assert images is not None
+
+    def choose_for(images: ImageSet) -> AutoRecipe:
+        with console.status(f"looking at {images.name}"):
+            situation = look_at(images, fabric.device.type)
+            return choose(situation, measured_speed(fabric.device))
+
+    chosen = on_first(fabric, lambda: choose_for(images))
+    config = with_full_paths(asked.config(chosen.base, chosen.settings()))
+    for line in _choices(chosen, config):
+        say(console, line)
+    say(console, on_first(fabric, lambda: _forecast(config, len(images), fabric)))
+    return config
+
+
+def _names_source(asked: Asked) -> bool:
+    return any(
+        override.partition("=")[0] in ("source", "data.source") for override in asked.overrides
+    )
+
+
+def _choices(chosen: AutoRecipe, config: Config) -> Iterator[str]:
+    """What was chosen and why; what the user asked for instead is not told."""
+    yield f"recipe auto: begins with {chosen.base} and chooses"
+    values = {
+        name: value for section in config.model_dump().values() for name, value in section.items()
+    }
+    for setting, value, reason in chosen.choices:
+        if values.get(setting) == value:
+            yield f"  {setting}={value}: {reason}"
+
+
+def _forecast(config: Config, images: int, fabric: Fabric) -> str:
+    """How long it will take, by the speed of a few steps over noise."""
+    fast = images_per_second(config, fabric.device) * fabric.world_size
+    steps = config.train.epochs * (images // config.train.batch)
+    seconds = steps * config.train.batch / fast
+    return (
+        f"{steps:,} steps will take about {duration(seconds)}, kNN not counted: noise is trained "
+        f"on with {fast:,.0f} images/s"
+    )
+
+
+def say(console: Console, line: str) -> None:
+    console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _expect_images(config: Config, recipe: str | Path | None) -> None:
+    """Where a recipe only guesses where the images are, somebody has to say."""
+    source = config.data.source
+    guessed = source == load_config(recipe).data.source and is_path(source)
+    if guessed and not Path(source).expanduser().exists():
+        raise UserError(f"say with --data where the images are: they are not in {source!r}.")
+
+
+def with_full_paths(config: Config) -> Config:
+    """Data by its full path, so that a run can be resumed from anywhere."""
+    data = config.data
+    source = Path(data.source).expanduser()
+    if source.exists():
+        data = data.model_copy(update={"source": os.path.abspath(source)})  # noqa: PTH100
+    if data.source.startswith("torchvision:"):
+        data = data.model_copy(update={"root": os.path.abspath(data.root)})  # noqa: PTH100
+    return config.model_copy(update={"data": data})
+
+
+def model_here(config: Config, fabric: Fabric) -> ModelConfig:
+    """What was ``auto`` becomes what suits these processes and this device."""
+    return resolve_batch_norm(
+        config.model,
+        processes=fabric.world_size,
+        device=fabric.device.type,
+        images_per_forward=_share(config, fabric.world_size),
+        hide_keys=method_class(config.method).hides_keys,
+    )
+
+
+def _share(config: Config, processes: int) -> int:
+    """Images that go through the encoder at once."""
+    batch, accumulate = config.train.batch, config.train.accumulate
+    if batch % (processes * accumulate):
+        among = f"{processes} processes" if processes > 1 else ""
+        parts = f"{accumulate} parts" if accumulate > 1 else ""
+        wanted = " and ".join(filter(None, (among, parts)))
+        raise UserError(f"a batch of {batch} cannot be shared equally by {wanted}.")
+    return batch // (processes * accumulate)
+
+
+def peak_rate(config: Config) -> float:
+    return config.optim.learning_rate * config.train.batch / 256
+
+
+def about(
+    config: Config, method: Method, images: ImageSet, fabric: Fabric, other_norm: str = ""
+) -> Iterator[str]:
+    """What is to be trained, on what, and how."""
+    train = config.train
+    millions = sum(p.numel() for p in method.encoder.parameters()) / 1e6
+    labels = "no labels" if images.classes is None else f"{len(images.classes)} classes"
+    yield f"{images.name}: {len(images):,} images, {labels}"
+    if images.classes is not None:
+        yield "labels are used by the kNN monitor only"
+    yield f"{method.title} on {config.model.backbone}, {millions:.1f} M parameters with its head"
+    yield (
+        f"{fabric.world_size} × {fabric.device.type}, batch {train.batch}, learning rate "
+        f"{config.optim.learning_rate:g} × {train.batch}/256 = {peak_rate(config):g}"
+    )
+    yield f"batch norm: {describe_batch_norm(config.model)}{other_norm}"
+    central = config.input.eval_size
+    judged = f", judged by central ones of {central} px" if central else ""
+    shown = " and ".join(f"{group.count} of {group.input.size} px" for group in method.views)
+    yield f"random views of an image: {shown}{judged}"
+    yield from method.run.notes
+    yield from (f"warning: {warning}" for warning in method.warnings(len(images)))

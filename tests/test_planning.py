@@ -1,0 +1,86 @@
+"""What a run will be is said before it starts, and chosen where nobody says it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from helpers import assert_done, assert_refused, make_images, run_cli
+from xmoco.errors import UserError
+from xmoco.planning import show_plan
+
+
+@pytest.fixture(autouse=True)
+def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of this machine, lest choices depend on it."""
+    monkeypatch.setattr("xmoco.planning.images_per_second", lambda *_: 200.0)
+    monkeypatch.setattr("xmoco.planning.measured_speed", lambda *_: a_slow_cpu)
+
+
+def a_slow_cpu(base: str, changes: dict[str, Any]) -> float:
+    return 200.0 if changes["backbone"] == "tiny" else 0.1
+
+
+def test_auto_says_what_it_chose_and_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = make_images(tmp_path / "photos", each=40)
+    config = show_plan(data=images, overrides=["device=cpu", "batch=20"])
+    said = capsys.readouterr().out
+    assert config.model.backbone == "tiny"
+    assert "backbone=tiny: trains 200 images/s on this CPU" in said
+    assert "epochs=400" in said
+    assert "batch=" not in said.partition("steps will take")[0]  # asked for, not chosen
+    assert config.train.batch == 20
+    assert config.method.model_dump()["bank_length"] == 80  # half of the images
+    assert "steps will take about" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_plan_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    config = show_plan("demo", overrides=["device=cpu", "epochs=2"])
+    said = capsys.readouterr().out
+    assert "recipe auto" not in said
+    assert config.train.epochs == 2
+    assert "steps will take about" in said
+
+
+def test_auto_takes_a_method_without_banks(tmp_path: Path) -> None:
+    images = make_images(tmp_path / "photos", each=40)
+    config = show_plan(data=images, overrides=["device=cpu", "method=simclr"])
+    assert config.method.name == "simclr"
+
+
+def test_auto_wants_images() -> None:
+    with pytest.raises(UserError, match="say with --data where the images are"):
+        show_plan(overrides=["device=cpu"])
+
+
+def test_mistakes_are_found_before_images_are_looked_at(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="unknown key 'epoch'"):
+        show_plan(data=tmp_path / "nowhere", overrides=["epoch=3"])
+
+
+def test_a_run_by_auto_keeps_what_was_chosen(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    images = make_images(tmp_path / "photos", each=20)
+    arguments = ["pretrain", "--data", str(images), "--out", "run", "device=cpu", "epochs=1"]
+    outcome = run_cli(*arguments)
+    assert_done(outcome)
+    assert "recipe auto: begins with" in outcome.stdout
+    settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert settings["model"]["backbone"] == "tiny"
+    assert settings["train"]["epochs"] == 1
+    again = run_cli("pretrain", "--resume", "--out", "run")
+    assert_done(again)
+    assert "this run is complete" in again.stdout
+
+
+def test_a_dry_run_does_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = run_cli("pretrain", "--recipe", "demo", "--dry-run", "device=cpu")
+    assert_done(outcome)
+    assert list(tmp_path.iterdir()) == []
+    outcome = run_cli("pretrain", "--recipe", "demo", "--dry-run", "--out", "run")
+    assert_refused(outcome, "--dry-run does nothing")
