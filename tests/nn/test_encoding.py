@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.testing import assert_close
 
@@ -212,6 +213,23 @@ def test_a_cpu_with_halves_gets_two_threads(threads: int, monkeypatch: pytest.Mo
     runner, encoder = prepared(PLAIN)
     runner.optimize_for(CUDA, encoder)
     assert not runner.two_threads
+
+
+@pytest.mark.parametrize(
+    ("layer", "drawn"),
+    [(nn.Dropout(0.1), True), (nn.Dropout(0.0), False), (DropPath(0.1), True), (DropPath(), False)],
+)
+def test_two_threads_do_not_draw_at_once(
+    layer: nn.Module, drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    runner, encoder = prepared(PLAIN)
+    encoder.head.add_module("drawing", layer)
+    runner.optimize_for(CPU, encoder)
+    assert runner.two_threads == (not drawn)
+    name = type(layer).__name__
+    note = f"encoders run one after the other: {name} draws random numbers"
+    assert runner.notes == [note] * drawn
 
 
 # Norms that nobody here knows

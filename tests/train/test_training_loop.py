@@ -8,11 +8,15 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 from helpers import make_images, write_recipe
+from xmoco.config import Config
 from xmoco.data import Batches, open_images
 from xmoco.errors import UserError
+from xmoco.methods import Method, build_method
+from xmoco.methods.base import MomentumMethod
 from xmoco.pretraining import _lasting, _same_identity, peak_rate, prepare_training
 from xmoco.settings import load_config
 from xmoco.train import loop
@@ -44,14 +48,16 @@ def recipe(tmp_path: Path) -> Path:
     return write_recipe(tmp_path / "fast.yaml", images)
 
 
-def new_training(recipe: Path, *changes: str) -> Training:
+def new_training(
+    recipe: Path, *changes: str, build: Callable[[Config], Method] = build_method
+) -> Training:
     """4 steps per epoch."""
     config = load_config(recipe, changes)
     images = open_images(config.data, "train")
     assert images is not None
     folder = recipe.parent / "run"
     folder.mkdir(exist_ok=True)
-    training = prepare_training(config, build_fabric(config.run), images, RunFolder(folder))
+    training = prepare_training(config, build_fabric(config.run), images, RunFolder(folder), build)
     training.identity = {"settings": _lasting(config), "images": "the same"}
     training.same_identity = _same_identity
     return training
@@ -210,6 +216,33 @@ def test_saving_and_restoring(recipe: Path) -> None:
     assert (fresh.step, fresh.seconds) == (8, training.seconds)
     trained, restored = training.task.state_dict(), fresh.task.state_dict()
     assert all(torch.equal(value, restored[name]) for name, value in trained.items())
+
+
+def with_dropout(config: Config) -> Method:
+    method = build_method(config)
+    assert isinstance(method, MomentumMethod)
+    for encoder in (method.encoder, method.momentum_encoder):
+        encoder.add_module("head", nn.Sequential(encoder.get_submodule("head"), nn.Dropout(0.5)))
+    return method
+
+
+def test_what_layers_draw_is_a_function_of_the_step(recipe: Path) -> None:
+    """As in models of timm with stochastic depth: resuming knows of no state of chance."""
+    begun = new_training(recipe, build=with_dropout)
+    stream = begun.batches.from_step(0)
+    losses = [float(begun.advance(stream).loss) for _ in range(3)]
+    begun.save()
+    resumed, whole = (new_training(recipe, build=with_dropout) for _ in range(2))
+    assert resumed.restore()
+    for training in (resumed, whole):
+        torch.rand(training.step + 1)  # others draw, too
+        training.train(Callback())
+    expected = whole.task.state_dict()
+    for name, value in resumed.task.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    again = new_training(recipe, build=with_dropout)
+    again.step = 1  # the same weights and images, but another step
+    assert float(again.advance(begun.batches.from_step(0)).loss) != losses[0]
 
 
 def test_an_optimiser_of_another_device_is_restored_without_its_settings(recipe: Path) -> None:

@@ -66,6 +66,16 @@ def describe_batch_norm(model: ModelConfig) -> str:
     }[model.batch_norm]
 
 
+def random_layers(module: nn.Module) -> list[str]:
+    """Kinds of layers inside ``module`` that draw random numbers in training."""
+    return [
+        type(layer).__name__
+        for layer in module.modules()
+        if (isinstance(layer, nn.modules.dropout._DropoutNd) and layer.p > 0)
+        or bool(getattr(layer, "drop_prob", None))  # of timm's stochastic depth
+    ]
+
+
 class EncoderRunner:
     """Runs a method's encoders by one batch-norm policy and in the way that suits the device."""
 
@@ -92,7 +102,7 @@ class EncoderRunner:
     def optimize_for(self, device: torch.device, *encoders: nn.Module) -> None:
         """Change what the device would rather have otherwise; what is computed stays the same."""
         if device.type == "cpu":
-            self.two_threads = has_halves()
+            self.two_threads = has_halves() and self._nothing_is_drawn(encoders)
         if device.type != "cuda" or self.batch_norm == "synchronised":
             return
         others = [name for encoder in encoders for name in unknown_norms(encoder)]
@@ -104,6 +114,13 @@ class EncoderRunner:
         for encoder in encoders:
             self._stack(encoder, views=1)
             fuse_norms(encoder)
+
+    def _nothing_is_drawn(self, encoders: Sequence[nn.Module]) -> bool:
+        """Whether no layer draws random numbers: two threads would share them out by chance."""
+        layers = [name for encoder in encoders for name in random_layers(encoder)]
+        if layers:
+            self.notes.append(f"encoders run one after the other: {layers[0]} draws random numbers")
+        return not layers
 
     def encode(self, encoder: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
         """Features of every view, with gradients; the views may be of several sizes."""
