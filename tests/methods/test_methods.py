@@ -226,7 +226,7 @@ def test_what_suits_a_gpu_computes_the_same(name: str, model: ModelConfig) -> No
             method.momentum_encoder.double()
     names = list(stacked.state_dict())
     stacked.optimize_for(torch.device("cuda"))
-    assert stacked.encoder in stacked.run.stacked
+    assert set(stacked.run.stacked) == set(stacked.networks())
     assert list(stacked.state_dict()) == names
     assert trainable(stacked).keys() == trainable(apart).keys()
     steps = range(4)
@@ -358,3 +358,5 @@ def test_a_predictor_stands_between_queries_and_keys() -> None:
     assert isinstance(method, XMoCo)
     for query in method.contrasted(two_views(0))[0]:
         assert_close(query.norm(dim=1), torch.ones(BATCH))
+    method.optimize_for(torch.device("cuda"))
+    assert method.predictor in method.run.stacked

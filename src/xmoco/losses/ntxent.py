@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xmoco.distributed import gather_with_gradient, processes, rank
+from xmoco.distributed import gather_with_gradient, rank
 from xmoco.losses.similarity import precise
 
 
@@ -20,6 +20,6 @@ def nt_xent(z_s: Tensor, z_t: Tensor, temperature: float) -> Tensor:
         rows = torch.arange(2 * count, device=own.device)
         first = rank() * 2 * count
         # A view is no candidate for itself. Filled, not added: the diagonal has no gradient.
-        itself = F.one_hot(first + rows, 2 * count * processes()).bool()
+        itself = torch.arange(len(everyones), device=own.device) == first + rows[:, None]
         partner = first + (rows + count) % (2 * count)
         return F.cross_entropy(logits.masked_fill(itself, -torch.inf), partner)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from xmoco.config import Config, MoCoConfig, MomentumEncoderConfig
 from xmoco.data.streaming import Batch
@@ -58,8 +58,12 @@ class Method(Task):
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
     ) -> StepOutput: ...
 
+    def networks(self) -> list[nn.Module]:
+        """All that ``run`` is asked to run."""
+        return [self.encoder]
+
     def optimize_for(self, device: torch.device) -> None:
-        self.run.optimize_for(device, self.encoder)
+        self.run.optimize_for(device, *self.networks())
 
 
 class MomentumMethod(Method):
@@ -75,8 +79,8 @@ class MomentumMethod(Method):
     def schedules(self) -> Mapping[str, Schedule]:
         return {"key_momentum": self.momentum}
 
-    def optimize_for(self, device: torch.device) -> None:
-        self.run.optimize_for(device, self.encoder, self.momentum_encoder)
+    def networks(self) -> list[nn.Module]:
+        return [self.encoder, self.momentum_encoder]
 
     def queries_and_keys(
         self, views: Sequence[Tensor], key_views: Sequence[Tensor]
@@ -104,6 +108,9 @@ class BankMethod(MomentumMethod):
     @property
     @abstractmethod
     def banks(self) -> KeyBanks: ...
+
+    def networks(self) -> list[nn.Module]:
+        return [*super().networks(), *([] if self.predictor is None else [self.predictor])]
 
     @staticmethod
     def view_groups(config: Config) -> tuple[ViewGroup, ...]:

@@ -22,6 +22,9 @@ class BYOL(MomentumMethod):
         self.predictor = mlp_head(size, config.method.predictor_hidden, size, layers=2)
         self.run.prepare(self.predictor)
 
+    def networks(self) -> list[nn.Module]:
+        return [*super().networks(), self.predictor]
+
     def forward(
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
     ) -> StepOutput:

@@ -76,8 +76,7 @@ class SwAV(Method):
         if self.queue is not None:
             embeddings = own_share(self.queue.target if view else self.queue.source)
             past = self.scores(embeddings)
-            counts = self.queue.enqueued >= self.queue.length
-            counts = counts & (torch.as_tensor(at["queue_counts"], device=counts.device) > 0)
+            counts = (self.queue.enqueued >= self.queue.length) & (at["queue_counts"] > 0)
         return codes(
             scores,
             epsilon=self.settings.epsilon,
