@@ -175,7 +175,8 @@ class ModelConfig(Section):
         "auto",
         description="What keeps batch statistics from telling a query its key: `split` uses "
         "groups in one process, `shuffled` swaps keys between processes, `synchronised` shares "
-        "statistics (CUDA), `plain` does nothing; `auto`: split in one process, shuffled in many.",
+        "statistics (CUDA), `plain` does nothing. `auto`: where a method has keys to hide, split "
+        "in one process and shuffled in many; else plain, or synchronised in many on CUDA.",
     )
     batch_norm_groups: int = Field(8, ge=2, description="Groups of `split` batch norm.")
 

@@ -1,4 +1,4 @@
-"""Shows, logs and judges a run as it goes: the loop tells, the witness writes down."""
+"""What a person sees of a run, and what is written down of it: the loop tells, this listens."""
 
 from collections.abc import Mapping
 from typing import Self

@@ -175,7 +175,7 @@ class Waiting:
     On CUDA the device's time counts: the host runs ahead, and may wait for the next batch while the
     device has work enough. So two events are recorded in the consumer's stream, one before and one
     after the host gets its batch. What lies between them is how long the device stood idle for want
-    of images, plus the moment it takes to gather a resident batch. Events are looked at once they
+    of images, plus the moment it takes to gather a preloaded batch. Events are looked at once they
     have passed, so that nobody waits for them. Elsewhere the host's time counts.
     """
 

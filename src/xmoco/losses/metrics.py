@@ -12,7 +12,7 @@ def feature_metrics(features: Tensor) -> dict[str, Tensor]:
     ``effective_rank`` is the exponential of the entropy of the covariance's eigenvalues.
     """
     centred = features.float() - features.float().mean(dim=0)
-    # Where features are no longer numbers, it is the loss that says so, not a failing gauge.
+    # Where features are no longer numbers, it is the loss that says so, not a failing metric.
     eigenvalues = torch.linalg.svdvals(centred.nan_to_num()).square()
     shares = eigenvalues / eigenvalues.sum().clamp_min(1e-12)
     return {

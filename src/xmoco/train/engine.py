@@ -55,8 +55,8 @@ def build_fabric(run: RunSettings) -> Fabric:
 
 
 def _data_parallel() -> DDPStrategy:
-    """Gradients are averaged over processes, and nothing is broadcast before a step: the banks are
-    the same everywhere by construction, and batch statistics belong to a process."""
+    """Gradients are averaged over processes, and nothing is broadcast before a step: what a
+    task remembers is the same everywhere by construction, batch statistics are a process's own."""
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     new, old = "forward_sync_buffers", "broadcast_buffers"  # torch renamed it after 2.11
