@@ -45,7 +45,15 @@ KINDS = {
     "none": "history=none",
     "mocov2plus": "method=mocov2plus",
     "in two parts": "method=mocov2plus accumulate=2",
+    "simclr": "method=simclr",
+    "byol": "method=byol predictor_hidden=16",
+    "swav": "method=swav prototypes=8 freeze_prototypes_epochs=0.25 queue_length=50 "
+    "queue_from_epoch=0 local_crops=2 local_size=8",
 }
+
+
+RINGS = {"queries": 4, "probabilities": 4, "simclr": 0, "byol": 0}
+"""Tensors that a method remembers past batches in; others have two."""
 
 
 def xmoco_with_two(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -263,7 +271,7 @@ def test_the_first_step_is_that_of_one_process(both: Any, alone: Any, kind: str)
 @pytest.mark.parametrize("when", ["banks", "trained banks"])
 def test_banks_are_identical_on_both(both: Any, alone: Any, kind: str, when: str) -> None:
     first, second, one = both[0][kind][when], both[1][kind][when], alone[kind][when]
-    assert len(one) == (4 if kind in ("queries", "probabilities") else 2)
+    assert len(one) == RINGS.get(kind, 2)
     for name, expected in one.items():
         assert torch.equal(first[name], second[name])
         assert_close(first[name], expected, rtol=1e-3, atol=1e-4)
