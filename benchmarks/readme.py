@@ -33,6 +33,7 @@ from tables import (
     methods_table,
     protocols_tables,
     results_in_brief,
+    speed_bounds,
     speed_in_brief,
     speed_tables,
 )
@@ -125,6 +126,7 @@ PARTS: dict[str, Callable[[Place], str]] = {
     "changed-recipes": changed_recipes_table,
     "comparisons": comparison_tables,
     "speed": speed_tables,
+    "speed-bounds": speed_bounds,
     **{name: partial(answer, question=question) for name, question in QUESTIONS.items()},
     "others": other_tables,
     "gpu-tests": gpu_tests,

@@ -417,6 +417,34 @@ def speed_tables(place: Place) -> str:
     return "\n\n".join(tables)
 
 
+def speed_bounds(place: Place) -> str:
+    """xmoco beside the encoder alone where both took turns last, a row for every workload."""
+    rows, shown = [], []
+    for file in place.files("speed.jsonl"):
+        records = read_records(file, Speed, {"images_per_second"})
+        turns = grouped(records, lambda record: (record.work, record.commit))
+        last = {own[0].work: both for own in turns if (both := with_bound(own)) is not None}
+        for work in sorted(last, key=lambda work: place_of(last[work][0])):
+            ours, bound = last[work]
+            share = f"{100 * ours.value / bound.value:.1f} %"
+            speeds = [f"{record.value:,.0f}" for record in (ours, bound)]
+            rows.append([WORKLOADS.get(work, work), *speeds, share, number_of_rounds(ours)])
+            shown += [ours, bound]
+    if not rows:
+        return ""
+    headings = ["training", "xmoco, images/s", "the encoder alone, images/s", "share", "rests on"]
+    return section(markdown_table(headings, "lrrrl", rows), circumstances(shown, *WORK_FACTS))
+
+
+def with_bound(records: Sequence[Speed]) -> tuple[Speed, Speed] | None:
+    """xmoco and the encoder alone, where that is a bound."""
+    by_name = {record.subject: record for record in records}
+    ours, bound = by_name.get("xmoco"), by_name.get("encoder only")
+    if ours is None or bound is None or not (bound.protocol.graph or bound.value > ours.value):
+        return None
+    return ours, bound
+
+
 def place_of(record: Record) -> int:
     return list(WORKLOADS).index(record.work) if record.work in WORKLOADS else len(WORKLOADS)
 

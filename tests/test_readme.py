@@ -7,7 +7,7 @@ import math
 import re
 import shlex
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ import xmoco.demo
 import xmoco.evaluate.classification
 import xmoco.evaluate.transfer
 import xmoco.export
+import xmoco.planning
 import xmoco.pretraining
 import xmoco.report.tables
 from xmoco.cli import app
@@ -39,6 +40,7 @@ from xmoco.evaluate.grid import GRIDS
 from xmoco.evaluate.logistic import STRENGTHS
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
+from xmoco.planning import AUTO_BASE
 from xmoco.records import Measured, Record, append_records
 from xmoco.settings import load_config
 
@@ -191,6 +193,7 @@ class StandIns:
         self.called: list[str] = []
         for module, name, answer in (
             (xmoco.pretraining, "pretrain", self.pretrain),
+            (xmoco.planning, "show_plan", self.plan),
             (xmoco.evaluate.classification, "evaluate_knn", self.records),
             (xmoco.evaluate.classification, "evaluate_linear", self.records),
             (xmoco.evaluate.classification, "evaluate_finetune", self.records),
@@ -212,10 +215,14 @@ class StandIns:
 
     @staticmethod
     def pretrain(asked: dict[str, Any]) -> Any:
-        assert asked["resume"] == (asked["recipe"] is None)
-        if asked["recipe"] is not None:
-            load_config(asked["recipe"], asked["overrides"])
+        if not asked["resume"]:
+            StandIns.plan(asked)
         return SimpleNamespace(weights="backbone.safetensors", report="report.html")
+
+    @staticmethod
+    def plan(asked: dict[str, Any]) -> Any:
+        assert asked["recipe"] is not None or asked["data"] is not None  # for auto
+        return load_config(asked["recipe"] or AUTO_BASE, asked["overrides"])
 
     @staticmethod
     def records(asked: dict[str, Any]) -> list[Record]:
@@ -884,3 +891,17 @@ def test_four_digits_are_enough(plain: ModuleType, value: float) -> None:
     shown = plain.significant(value).replace(",", "")
     assert math.isclose(float(shown), value, rel_tol=5.1e-4)
     assert len(re.sub(r"^-?0\.0*|[-.]", "", shown)) in range(4, 11)
+
+
+def test_the_bound_is_one_only_where_it_is_one(tables: ModuleType, place: Any) -> None:
+    def measured(commit: str, graph: bool, **speeds: float) -> str:
+        for name, speed in speeds.items():
+            record = speed_record(name.replace("_", " "), speed, None, graph=graph)
+            append_records(place.results / "speed.jsonl", [replace(record, commit=commit)])
+        return str(tables.speed_bounds(place))
+
+    assert tables.speed_bounds(place) == ""
+    assert measured("a", False, xmoco=100.0, encoder_only=80.0) == ""  # launched one by one
+    row = "| 90 | 100 | 90.0 % | one round |"
+    assert row in measured("b", True, xmoco=90.0, encoder_only=100.0)
+    assert row in measured("c", True, xmoco=95.0)  # without the other
