@@ -11,9 +11,9 @@ from xmoco.config import InputConfig
 from xmoco.data import ArrayImages
 from xmoco.evaluate.classify import (
     Classifier,
-    ClassifierProtocol,
     CosineProtocol,
     EpochProtocol,
+    TrainingProtocol,
     train_classifier,
 )
 from xmoco.evaluate.evaluation import EvalOptions
@@ -35,7 +35,7 @@ def repeatable() -> Iterator[None]:
         yield
 
 
-def trained(protocol: ClassifierProtocol, several: bool, folder: Path) -> Classifier:
+def trained(protocol: TrainingProtocol, several: bool, folder: Path) -> Classifier:
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (96, 3, 16, 16), generator=generator, dtype=torch.uint8)
     labels = torch.rand(96, 3, generator=generator) < 0.5 if several else torch.arange(96) % 3

@@ -26,9 +26,9 @@ from xmoco.evaluate.classify import (
     FINETUNE,
     LINEAR,
     Classifier,
-    ClassifierProtocol,
     CosineProtocol,
     EpochProtocol,
+    TrainingProtocol,
     class_scores,
     train_classifier,
 )
@@ -55,7 +55,7 @@ NUMBERS = itertools.count()
 
 
 def trained(
-    backbone: torch.nn.Module, train: ImageSet, protocol: ClassifierProtocol, **options: Any
+    backbone: torch.nn.Module, train: ImageSet, protocol: TrainingProtocol, **options: Any
 ) -> Classifier:
     """A classifier, in a new folder unless one is given."""
     folder = options.pop("folder", Path(f"run-{next(NUMBERS)}"))
@@ -70,7 +70,7 @@ def accuracy(
     backbone: torch.nn.Module,
     train: ArrayImages,
     test: ArrayImages,
-    protocol: ClassifierProtocol,
+    protocol: TrainingProtocol,
     **options: Any,
 ) -> float:
     """Top-1 on ``test`` of a classifier trained on ``train``."""
@@ -101,9 +101,7 @@ def backbone() -> torch.nn.Module:
 
 @pytest.mark.parametrize("protocol", [*LINEAR.values(), FINETUNE, TUNING], ids=lambda p: p.name)
 @pytest.mark.parametrize("per_epoch", [1, 7, 195])
-def test_rates_fall_as_torchs_own_schedule_says(
-    protocol: ClassifierProtocol, per_epoch: int
-) -> None:
+def test_rates_fall_as_torchs_own_schedule_says(protocol: TrainingProtocol, per_epoch: int) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=protocol.head_rate)
     schedule: LRScheduler
     if isinstance(protocol, EpochProtocol):

@@ -42,7 +42,7 @@ TELL_AFTER = 2.0
 
 
 @dataclass(frozen=True)
-class ClassifierProtocol(ABC):
+class TrainingProtocol(ABC):
     """Settings of SGD. ``backbone_rate`` 0 means frozen: the backbone stays in eval mode and gets
     no gradients."""
 
@@ -71,7 +71,7 @@ class ClassifierProtocol(ABC):
 
 
 @dataclass(frozen=True)
-class EpochProtocol(ClassifierProtocol):
+class EpochProtocol(TrainingProtocol):
     """A number of epochs; the rates fall by ``decay`` at the ``milestones`` (epochs)."""
 
     epochs: int
@@ -98,7 +98,7 @@ class EpochProtocol(ClassifierProtocol):
 
 
 @dataclass(frozen=True)
-class CosineProtocol(ClassifierProtocol):
+class CosineProtocol(TrainingProtocol):
     """A number of steps with Nesterov's momentum; the rates fall to 0 along a half cosine."""
 
     steps: int
@@ -131,7 +131,7 @@ class Classifier(Task):
         self,
         backbone: nn.Module,
         classes: int,
-        protocol: ClassifierProtocol,
+        protocol: TrainingProtocol,
         input: InputConfig,
         seed: int,
     ) -> None:
@@ -198,7 +198,7 @@ def _loss(scores: Tensor, labels: Tensor) -> Tensor:
 def train_classifier(
     backbone: nn.Module,
     train: ImageSet,
-    protocol: ClassifierProtocol,
+    protocol: TrainingProtocol,
     folder: Path,
     settings: Mapping[str, Any],
     *,
@@ -255,7 +255,7 @@ def train_classifier(
     return classifier
 
 
-def _batch(train: ImageSet, protocol: ClassifierProtocol, processes: int) -> int:
+def _batch(train: ImageSet, protocol: TrainingProtocol, processes: int) -> int:
     """Images a step, if these can be trained on at all."""
     if train.labels is None or train.classes is None:
         raise UserError(f"{train.name} has no labels: a classifier needs them.")
@@ -270,7 +270,7 @@ def _batch(train: ImageSet, protocol: ClassifierProtocol, processes: int) -> int
     return batch
 
 
-def _plan(protocol: ClassifierProtocol, batch: int, steps_per_epoch: int, seed: int) -> Plan:
+def _plan(protocol: TrainingProtocol, batch: int, steps_per_epoch: int, seed: int) -> Plan:
     optim = SGDConfig(
         learning_rate=1.0,  # of which the rates of head and backbone are multiples
         sgd_momentum=MOMENTUM,
