@@ -4,8 +4,9 @@
         "mocov2plus: method=mocov2plus" "xmoco:" "xmoco+: teacher=keys weak_keys=true"
 
 An entry is a name and changes to the recipe. Images are decoded once for all runs. Judged are kNN
-(k 20 and 200) and logistic regression on frozen features of the test images, after the last epoch.
-The table shows the mean over seeds, the deviation and how many seeds there were.
+(k 20 and 200) and logistic regression on frozen features of the test images, after the last epoch;
+``--linear`` adds a linear classifier by MoCo's settings for the last seed of every entry. The table
+shows the mean over seeds, the deviation and how many seeds there were.
 
 With ``--held-out`` the test images are not looked at: a share of the training images is held out by
 a fixed rule, and judged in their place. That is how settings are to be chosen. Runs that have their
@@ -13,6 +14,7 @@ records already are not trained again, so that a call that was interrupted goes 
 """
 
 import argparse
+import copy
 import gc
 import statistics
 import tempfile
@@ -23,17 +25,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_fabric import Fabric
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
 from recipe import RESULTS
 from tune import STRENGTHS, digest
-from xmoco.config import Config
+from xmoco.config import Config, InputConfig
 from xmoco.data import ImageSet
 from xmoco.data.batches import preload
 from xmoco.data.subset import held_out
-from xmoco.errors import UserError
+from xmoco.evaluate.classify import LINEAR, TrainingProtocol, class_scores, train_classifier
 from xmoco.evaluate.evaluation import EvalOptions, labelled_splits
 from xmoco.evaluate.features import backbone_features
 from xmoco.evaluate.knn import knn_accuracy
@@ -41,7 +44,7 @@ from xmoco.evaluate.logistic import fit_path
 from xmoco.evaluate.metrics import top_k
 from xmoco.methods import Method
 from xmoco.pretraining import prepare_training, work_name
-from xmoco.records import Record, append_records, read_records
+from xmoco.records import Measured, Record, append_records, read_records
 from xmoco.settings import load_config
 from xmoco.train.engine import build_fabric
 from xmoco.train.loop import Callback, DivergedError
@@ -49,6 +52,10 @@ from xmoco.train.run_folder import RunFolder
 
 KS = (20, 200)
 HELD_OUT = "validation, held out of the training images"
+
+Kept = Measured[dict[str, Any]]
+Judgement = tuple[str, float, dict[str, Any]]
+"""A measure, its value, and what its protocol has of its own."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +90,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, help="where not the recipe's")
     parser.add_argument("--held-out", action="store_true", help="do not look at the test images")
     parser.add_argument("--share", type=float, default=0.2, help="that is held out")
+    parser.add_argument("--linear", action="store_true", help="also a linear classifier (slow)")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_intermixed_args()
 
@@ -92,20 +100,18 @@ def main() -> None:
         for entry in options.entries
     }
     fabric = build_fabric(next(iter(configs.values())).run)
-    train, test = opened(options, fabric.device)
-    name = "trials" if options.held_out else "compare"
-    path = options.results / f"{name}-{options.recipe}.jsonl"
+    bench = Bench(options, fabric, *opened(options, fabric.device))
     for (entry, seed), config in configs.items():
-        if not done(path, entry, config, options):
+        if not any(record.seed == seed for record in bench.known(entry, config)):
             try:
-                found = attempt(entry, config, train, test, options, fabric)
+                found = bench.attempt(entry, config, linear=seed == options.seeds[-1])
             except DivergedError as error:
                 print(f"{entry.name}, seed {seed}: {error}", flush=True)
                 continue
-            append_records(path, found)
+            append_records(bench.path, found)
             values = ", ".join(f"{label(r)} {r.value:.2f}" for r in found)
             print(f"{entry.name} [{entry.changes}] seed {seed}: {values}", flush=True)
-    show(path, options, configs)
+    show(bench, configs)
 
 
 def opened(options: argparse.Namespace, device: torch.device) -> tuple[ImageSet, ImageSet]:
@@ -114,71 +120,122 @@ def opened(options: argparse.Namespace, device: torch.device) -> tuple[ImageSet,
     if options.held_out:
         train, test = held_out(train, options.share)
     elif test is None:
-        raise UserError(f"{options.data} has no test images: use --held-out.")
+        raise SystemExit(f"{options.data} has no test images: use --held-out.")
     return preload(train, device), preload(test, device)
 
 
-def attempt(
-    entry: Entry,
-    config: Config,
-    train: ImageSet,
-    test: ImageSet,
-    options: argparse.Namespace,
-    fabric: Any,
-) -> list[Record]:
-    """Train, then judge, at the size of the views and at the recipe's for evaluation."""
-    with tempfile.TemporaryDirectory() as folder:
-        run = RunFolder(Path(folder))
-        training = prepare_training(config, fabric, train, run)
-        started = time.perf_counter()
-        training.train(Callback())
-        if fabric.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
-    method = training.task
-    assert isinstance(method, Method)
-    common = identity(entry, config, options) | {
-        "train_seconds": round(seconds, 1),
-        "images_per_second": round(training.total_steps * config.train.batch / max(seconds, 1e-9)),
-    }
-    found = []
-    for size in sorted({config.input.size, config.input.central_size}):
-        for measure, value, protocol in judged(
-            method.encoder.backbone, config, size, train, test, fabric.device
-        ):
-            record = Record(
-                measure, value, "%", entry.name, work_name(config), common | protocol,
-                config.train.seed,
-            )  # fmt: skip
-            found.append(record)
-    settings = config.model_dump(mode="json", exclude={"run", "data", "monitor"})
-    found[-1].protocol["settings"] = settings
-    del training, method
-    gc.collect()  # a recorded CUDA graph is freed with the run's cycles
-    if fabric.device.type == "cuda":
-        torch.cuda.empty_cache()
-    return found
+@dataclass(frozen=True)
+class Bench:
+    """Where all entries are trained and judged."""
 
+    options: argparse.Namespace
+    fabric: Fabric
+    train: ImageSet
+    test: ImageSet
 
-def judged(
-    backbone: nn.Module,
-    config: Config,
-    size: int,
-    train: ImageSet,
-    test: ImageSet,
-    device: torch.device,
-) -> list[tuple[str, float, dict[str, Any]]]:
-    """kNN and logistic regression on ``test``, by the labels of ``train``."""
-    shown = config.input.model_copy(update={"eval_size": size})
-    bank, asked = (backbone_features(backbone, part, shown, device) for part in (train, test))
-    assert bank.labels is not None
-    assert asked.labels is not None
-    accuracies = knn_accuracy(
-        bank.vectors, bank.labels, asked.vectors, asked.labels, ks=KS, device=device
-    )
-    found = [("knn_top1", accuracies[k], {"size": size, "k": k}) for k in KS]
-    value = logistic(bank.vectors, bank.labels.to(device), asked.vectors, asked.labels.to(device))
-    return [*found, ("logistic_top1", value, {"size": size})]
+    @property
+    def path(self) -> Path:
+        name = "trials" if self.options.held_out else "compare"
+        return Path(self.options.results) / f"{name}-{Path(self.options.recipe).stem}.jsonl"
+
+    def known(self, entry: Entry, config: Config) -> list[Kept]:
+        """Records of this entry's runs, of any seed."""
+        if not self.path.exists():
+            return []
+        wanted = self.identity(entry, config).items()
+        return [
+            record
+            for record in read_records(self.path, Kept)
+            if (record.subject, record.work) == (entry.name, work_name(config))
+            and wanted <= record.protocol.items()
+        ]
+
+    def identity(self, entry: Entry, config: Config) -> dict[str, Any]:
+        """What tells a run from others, but for its seed."""
+        share = {"held_out_share": self.options.share} if self.options.held_out else {}
+        return {
+            "recipe": self.options.recipe,
+            "recipe_digest": digest(load_config(self.options.recipe)),
+            "changes": entry.changes,
+            "split": HELD_OUT if self.options.held_out else "test",
+            **share,
+            "epochs": config.train.epochs,
+            "epoch": config.train.epochs,
+        }
+
+    def attempt(self, entry: Entry, config: Config, linear: bool) -> list[Record]:
+        """Train, then judge, at the size of the views and at the recipe's for evaluation."""
+        with tempfile.TemporaryDirectory() as folder:
+            training = prepare_training(config, self.fabric, self.train, RunFolder(Path(folder)))
+            started = time.perf_counter()
+            training.train(Callback())
+            if self.fabric.device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+        method = training.task
+        assert isinstance(method, Method)
+        common = self.identity(entry, config) | {
+            "features": "backbone",
+            "train_seconds": round(seconds, 1),
+            "images_per_second": round(training.total_steps * config.train.batch / seconds),
+        }
+        found = [
+            Record(measure, value, "%", entry.name, work_name(config), common | protocol, seed)
+            for seed in [config.train.seed]
+            for size in sorted({config.input.size, config.input.central_size})
+            for measure, value, protocol in self.judged(
+                method.encoder.backbone,
+                config.input.model_copy(update={"eval_size": size}),
+                linear=linear and self.options.linear,
+            )
+        ]
+        settings = config.model_dump(mode="json", exclude={"run", "data", "monitor"})
+        found[-1].protocol["settings"] = settings
+        del training, method
+        gc.collect()  # a recorded CUDA graph is freed with the run's cycles
+        if self.fabric.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return found
+
+    def judged(self, backbone: nn.Module, input: InputConfig, linear: bool) -> list[Judgement]:
+        """On ``test``, by the labels of ``train``."""
+        device, size = self.fabric.device, input.central_size
+        bank, asked = (
+            backbone_features(backbone, part, input, device) for part in (self.train, self.test)
+        )
+        assert bank.labels is not None
+        assert asked.labels is not None
+        accuracies = knn_accuracy(
+            bank.vectors, bank.labels, asked.vectors, asked.labels, ks=KS, device=device
+        )
+        found: list[Judgement] = [
+            ("knn_top1", accuracies[k], {"size": size, "k": k, "temperature": 0.1}) for k in KS
+        ]
+        if linear:
+            protocol = LINEAR["moco"]
+            value = self.linear(copy.deepcopy(backbone), input, protocol)
+            facts = {"size": size, "name": protocol.name, "crop_size": input.size}
+            found.append(("linear_top1", value, facts))
+        labels = [part.labels.to(device) for part in (bank, asked) if part.labels is not None]
+        value = logistic(bank.vectors, labels[0], asked.vectors, labels[1])
+        facts = {"size": size, "strengths": list(STRENGTHS)}
+        return [*found, ("logistic_top1", value, facts)]
+
+    def linear(self, backbone: nn.Module, input: InputConfig, protocol: TrainingProtocol) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            classifier = train_classifier(
+                backbone,
+                self.train,
+                protocol,
+                Path(folder) / "run",
+                {"name": protocol.name},
+                input=input,
+                fabric=self.fabric,
+            )
+        scores, labels = class_scores(
+            classifier.backbone, classifier.head, self.test, input=input, device=self.fabric.device
+        )
+        return top_k(scores, labels, 1)
 
 
 def logistic(train: Tensor, labels: Tensor, test: Tensor, test_labels: Tensor) -> float:
@@ -190,56 +247,22 @@ def logistic(train: Tensor, labels: Tensor, test: Tensor, test_labels: Tensor) -
     )
 
 
-def identity(entry: Entry, config: Config, options: argparse.Namespace) -> dict[str, Any]:
-    """What tells a run from others, but for its seed."""
-    return {
-        "recipe": options.recipe,
-        "recipe_digest": digest(load_config(options.recipe)),
-        "changes": entry.changes,
-        "split": HELD_OUT if options.held_out else "test",
-        **({"held_out_share": options.share} if options.held_out else {}),
-        "epochs": config.train.epochs,
-        "epoch": config.train.epochs,
-        "features": "backbone",
-        "temperature": 0.1,
-        "strengths": list(STRENGTHS),
-    }
-
-
-def of_these(path: Path, entry: Entry, config: Config, options: argparse.Namespace) -> list[Record]:
-    """Records of this entry's runs, of any seed."""
-    if not path.exists():
-        return []
-    wanted = identity(entry, config, options).items()
-    return [
-        record
-        for record in read_records(path)
-        if (record.subject, record.work) == (entry.name, work_name(config))
-        and wanted <= record.protocol.items()
-    ]
-
-
-def done(path: Path, entry: Entry, config: Config, options: argparse.Namespace) -> bool:
-    found = of_these(path, entry, config, options)
-    return any(record.seed == config.train.seed for record in found)
-
-
-def label(record: Record) -> str:
+def label(record: Record | Kept) -> str:
     protocol = record.protocol
     k = f" k {protocol['k']}" if "k" in protocol else ""
     return f"{record.measure.removesuffix('_top1')}{k}, {protocol['size']} px"
 
 
-def show(path: Path, options: argparse.Namespace, configs: dict[tuple[Entry, int], Config]) -> None:
+def show(bench: Bench, configs: dict[tuple[Entry, int], Config]) -> None:
     """Mean ± deviation over the seeds asked for, and their number."""
     rows: dict[Entry, dict[str, list[float]]] = {}
     for (entry, seed), config in configs.items():
         cells = rows.setdefault(entry, defaultdict(list))
-        for record in of_these(path, entry, config, options):
+        for record in bench.known(entry, config):
             if record.seed == seed:
                 cells[label(record)].append(record.value)
     headings = list(dict.fromkeys(heading for cells in rows.values() for heading in cells))
-    table = Table(title="held-out images" if options.held_out else "test images")
+    table = Table(title="held-out images" if bench.options.held_out else "test images")
     for heading in ("", *headings, "seeds"):
         table.add_column(heading, justify="left" if heading == "" else "right")
     for entry, cells in rows.items():

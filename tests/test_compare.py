@@ -1,0 +1,85 @@
+"""benchmarks/compare.py: entries × seeds of a recipe, trained once each; mean ± deviation."""
+
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from helpers import make_images, write_recipe
+
+Compare = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def program(benchmarks: None) -> ModuleType:
+    return importlib.import_module("compare")
+
+
+@pytest.fixture
+def compare(program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
+    """Calls the program with a quick recipe; gives all records there are then."""
+    monkeypatch.chdir(tmp_path)
+    write_recipe(tmp_path / "fast.yaml", "patterns")
+    images = make_images(tmp_path / "made")
+    for split in ("train", "val"):
+        (tmp_path / "set").mkdir(exist_ok=True)
+        (tmp_path / "set" / split).symlink_to(images)
+
+    def call(*arguments: str) -> list[dict[str, Any]]:
+        fixed = ["fast.yaml", "--data", "set", "--results", ".", "--epochs", "1"]
+        monkeypatch.setattr(sys, "argv", ["compare.py", *fixed, *arguments])
+        program.main()
+        return [
+            json.loads(line)
+            for file in sorted(tmp_path.glob("*.jsonl"))
+            for line in file.read_text().splitlines()
+        ]
+
+    return call
+
+
+def test_every_entry_and_seed_is_trained_once(
+    compare: Compare, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = ("ours:", "moco: method=mocov2plus")
+    records = compare(*entries, "--seeds", "0", "1")
+    runs = {(r["subject"], r["seed"]) for r in records}
+    assert runs == {(name, seed) for name in ("ours", "moco") for seed in (0, 1)}
+    assert {r["measure"] for r in records} == {"knn_top1", "logistic_top1"}
+    assert {r["protocol"].get("k") for r in records} == {20, 200, None}
+    assert all(r["protocol"]["split"] == "test" for r in records)
+    assert "±" in capsys.readouterr().out
+    assert compare(*entries, "--seeds", "0", "1") == records
+    assert len(compare(*entries, "--seeds", "2")) == len(records) * 3 // 2
+
+
+def test_trials_look_at_held_out_training_images_only(compare: Compare, tmp_path: Path) -> None:
+    records = compare("ours:", "--held-out")
+    assert {r["protocol"]["split"] for r in records} == {
+        "validation, held out of the training images"
+    }
+    assert (tmp_path / "trials-fast.jsonl").exists()
+    assert not (tmp_path / "compare-fast.jsonl").exists()
+
+
+def test_a_linear_classifier_for_the_last_seed(
+    compare: Compare, program: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = program.LINEAR["moco"].shortened(1)
+    monkeypatch.setitem(program.LINEAR, "moco", short)
+    records = compare("ours:", "--seeds", "0", "1", "--linear")
+    linear = [r for r in records if r["measure"] == "linear_top1"]
+    assert [r["seed"] for r in linear] == [1]
+    assert linear[0]["protocol"]["name"] == short.name
+
+
+def test_mistakes_are_told_before_anything_is_trained(compare: Compare) -> None:
+    with pytest.raises(SystemExit, match="not of the form"):
+        compare("method=mocov2plus")
+    with pytest.raises(Exception, match="unknown key 'bank'"):
+        compare("ours: bank=3")
