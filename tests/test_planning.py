@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from helpers import assert_done, assert_refused, make_images, run_cli
+from xmoco.config import Config
 from xmoco.errors import UserError
 from xmoco.planning import show_plan
 
@@ -14,12 +16,11 @@ from xmoco.planning import show_plan
 @pytest.fixture(autouse=True)
 def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that of this machine, lest choices depend on it."""
-    monkeypatch.setattr("xmoco.planning.images_per_second", lambda *_: 200.0)
-    monkeypatch.setattr("xmoco.planning.measured_speed", lambda *_: a_slow_cpu)
+    monkeypatch.setattr("xmoco.planning.images_per_second", on_a_slow_cpu)
 
 
-def a_slow_cpu(base: str, changes: dict[str, Any]) -> float:
-    return 200.0 if changes["backbone"] == "tiny" else 0.1
+def on_a_slow_cpu(config: Config, _: torch.device) -> float:
+    return 200.0 if config.model.backbone == "tiny" else 0.1
 
 
 def test_auto_says_what_it_chose_and_why(

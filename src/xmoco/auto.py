@@ -16,10 +16,10 @@ from torch import Tensor
 from xmoco.config import Config
 from xmoco.data.decode import UnreadableImage
 from xmoco.data.imagesets import ImageSet
+from xmoco.distributed import alone
 from xmoco.methods import build_method, method_class
 from xmoco.nn.encoding import resolve_batch_norm
 from xmoco.schedules import Clock, ScheduledValues
-from xmoco.settings import load_config
 
 LOOKED_AT = 16
 """Images whose sizes are looked at."""
@@ -27,6 +27,8 @@ PATIENCE = 20 * 60.0
 """Seconds that training on a CPU may take by our own choice."""
 FEWEST_EPOCHS = 50
 """On a CPU: a network that could not see the images as often is too large for it."""
+MOST_EPOCHS = 400
+"""On a CPU."""
 STEPS = 30_000
 """Wanted on a GPU: what 200 epochs of ten thousand photographs in batches of 64 come to."""
 
@@ -111,7 +113,7 @@ def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:
         epochs = int(PATIENCE * fast / (steps * batch))
         if epochs >= FEWEST_EPOCHS or (backbone, most) == ("tiny", 32):
             break
-    epochs = min(400, max(1, epochs))
+    epochs = min(MOST_EPOCHS, max(1, epochs))
     return AutoRecipe(
         base,
         (
@@ -119,7 +121,7 @@ def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:
             Choice("backbone", backbone, f"trains {fast:,.0f} images/s on this CPU"),
             Choice("batch", batch, f"makes {steps:,} steps of an epoch"),
             _bank(images),
-            Choice("epochs", epochs, _about_time(epochs * steps * batch / fast)),
+            Choice("epochs", epochs, _about_epochs(epochs)),
         ),
     )
 
@@ -142,8 +144,8 @@ def _power(number: int, least: int, most: int) -> int:
     return min(most, max(least, 1 << (max(1, number).bit_length() - 1)))
 
 
-def _about_time(seconds: float) -> str:
-    return f"about {duration(seconds)} on this device"
+def _about_epochs(epochs: int) -> str:
+    return "enough" if epochs == MOST_EPOCHS else f"what {duration(PATIENCE)} allow"
 
 
 def duration(seconds: float) -> str:
@@ -160,8 +162,13 @@ def images_per_second(config: Config, device: torch.device, at_once: int = 16) -
     """How fast this device trains by ``config``, from a few steps over noise.
 
     Small batches are enough for an estimate, and even a network far too large for the device
-    takes them in seconds.
+    takes them in seconds. Other processes take no part.
     """
+    with alone():
+        return _images_per_second(config, device, at_once)
+
+
+def _images_per_second(config: Config, device: torch.device, at_once: int) -> float:
     count = min(config.train.batch, at_once if device.type == "cpu" else config.train.batch)
     settings = config.model_copy(
         update={
@@ -197,7 +204,3 @@ def images_per_second(config: Config, device: torch.device, at_once: int = 16) -
 def _noise(count: int, size: int, device: torch.device) -> Tensor:
     noise = torch.randn(count, 3, size, size, device=device)
     return noise.to(memory_format=torch.channels_last)
-
-
-def measured_speed(device: torch.device) -> Speed:
-    return lambda base, changes: images_per_second(load_config(base, settings=changes), device)

@@ -3,18 +3,38 @@
 Losses use these, so that they work unchanged inside anyone's DistributedDataParallel loop.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as dist_functional
 from torch import Tensor
 
+_alone = False
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """What happens meanwhile is this process's own affair: others are neither told nor asked."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
+
+
+def _together() -> bool:
+    return not _alone and dist.is_available() and dist.is_initialized()
+
 
 def processes() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if _together() else 1
 
 
 def rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return dist.get_rank() if _together() else 0
 
 
 @torch.no_grad()

@@ -15,7 +15,6 @@ from xmoco.auto import (
     duration,
     images_per_second,
     look_at,
-    measured_speed,
 )
 from xmoco.config import Config, ModelConfig, RunConfig
 from xmoco.data import ImageSet, open_images
@@ -70,8 +69,8 @@ def show_plan(
     assert images is not None
     for line in about(here, build_method(here), images, fabric):
         say(console, line)
-    if asked.recipe is not None:
-        say(console, _forecast(config, len(images), fabric))
+    if not asked.automatic:  # which has told it already
+        say(console, on_first(fabric, lambda: _forecast(config, len(images), fabric)))
     return config
 
 
@@ -93,10 +92,13 @@ def chosen_config(asked: Asked, fabric: Fabric, console: Console) -> Config:
     images = open_images(config.data, "train")
     assert images is not None
 
+    def speed(base: str, changes: Mapping[str, Any]) -> float:
+        return images_per_second(asked.config(base, changes), fabric.device)
+
     def choose_for(images: ImageSet) -> AutoRecipe:
         with console.status(f"looking at {images.name}"):
             situation = look_at(images, fabric.device.type)
-            return choose(situation, measured_speed(fabric.device))
+            return choose(situation, speed)
 
     chosen = on_first(fabric, lambda: choose_for(images))
     config = with_full_paths(asked.config(chosen.base, chosen.settings()))

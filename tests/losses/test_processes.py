@@ -109,6 +109,9 @@ def process(rank: int, folder: Path) -> None:
         "summed": distributed.logsumexp_over_rows(rows),
         "share": distributed.own_share(torch.arange(5)),
     }
+    if rank == 0:  # or it would wait for the other, which is not asked
+        with distributed.alone():
+            found["alone"] = play("queries", 0, 1)["terms"]
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
@@ -118,6 +121,11 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("processes")
     torch.multiprocessing.spawn(process, args=(folder,), nprocs=2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def test_a_process_may_be_alone_for_a_while(both: list[dict[str, Any]]) -> None:
+    assert torch.equal(both[0]["alone"], play("queries", 0, 1)["terms"])
+    assert distributed.processes() == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
