@@ -32,6 +32,8 @@ from helpers import (
 from xmoco.data import open_images
 from xmoco.evaluate.features import backbone_features
 from xmoco.nn.backbones import build_backbone
+from xmoco.nn.weights import read_card
+from xmoco.report.curves import read_history
 from xmoco.train.run_folder import RunFolder
 
 METRICS = {"feature_spread", "effective_rank", "positive_probability", "consistency_gap"}
@@ -422,3 +424,16 @@ def test_one_unreadable_image_in_a_hundred_is_named_and_replaced(
     assert line.startswith(f"{broken}\t")
     if preload_gib != "0":
         assert "warning: 1 image could not be read" in outcome.stdout
+
+
+def test_what_is_not_in_the_paper_has_another_name(tmp_path: Path) -> None:
+    """Lest its figures be taken for the paper's: in records, weights and the report."""
+    few = make_images(tmp_path / "few")
+    recipe = write_recipe(
+        tmp_path / "plus.yaml", few, method={"weak_keys": True}, train={"epochs": 1}
+    )
+    result = xmoco.pretrain(recipe, out=tmp_path / "run")
+    assert "xmoco+" in result.knn
+    assert "xmoco" not in result.knn
+    assert read_card(result.weights)[0].method == "xmoco+"
+    assert read_history(tmp_path / "run").method == "xmoco+"

@@ -186,7 +186,18 @@ class ModelConfig(Section):
         return check_stem(settings.data.get("backbone", ""), stem)
 
 
-class MomentumEncoderConfig(Section):
+class MethodSettings(Section):
+    """Settings of every method."""
+
+    name: str
+
+    @property
+    def subject(self) -> str:
+        """What records call the method."""
+        return self.name
+
+
+class MomentumEncoderConfig(MethodSettings):
     """Settings of every method with a momentum encoder."""
 
     key_momentum: float = Field(
@@ -247,6 +258,12 @@ class XMoCoConfig(MoCoConfig):
         "in the paper, or the momentum encoder's `keys`.",
     )
 
+    @property
+    def subject(self) -> str:
+        """XMoCo+ with what is not in the paper, lest its figures be taken for the paper's."""
+        more = self.teacher == "keys" or self.weak_keys or self.predictor_hidden
+        return f"{self.name}+" if more else self.name
+
 
 class MoCoV2PlusConfig(MoCoConfig):
     name: Literal["mocov2plus"] = Field(
@@ -254,7 +271,7 @@ class MoCoV2PlusConfig(MoCoConfig):
     )
 
 
-class SimCLRConfig(Section):
+class SimCLRConfig(MethodSettings):
     name: Literal["simclr"] = Field(
         "simclr", description="Contrast with all other views of the batch; one encoder."
     )
@@ -277,7 +294,7 @@ class BYOLConfig(MomentumEncoderConfig):
     predictor_hidden: int = Field(4096, ge=1, description="Width of the predictor's hidden layer.")
 
 
-class SwAVConfig(Section):
+class SwAVConfig(MethodSettings):
     name: Literal["swav"] = Field(
         "swav", description="Codes of one view over learned prototypes, told from the others."
     )

@@ -246,7 +246,11 @@ def _open_books(
         device=str(fabric.device),
         processes=fabric.world_size,
         batch_norm=here.model.batch_norm,
-        method={"title": method.title, "reference_levels": method.reference_levels()},
+        method={
+            "title": method.title,
+            "subject": here.method.subject,
+            "reference_levels": method.reference_levels(),
+        },
     )
 
 

@@ -47,7 +47,7 @@ class RunLogger(Callback):
         if self.judging and self.training.step == 0:
             self._add(self.monitor.raw_pixels())
             self._add(self.monitor.untrained(self.backbone))
-        for epoch, value in self.run.knn_curve(self.config.method.name):
+        for epoch, value in self.run.knn_curve(self.config.method.subject):
             self.progress.knn(epoch, value)  # of earlier sessions, so that the best is known
         self.progress.__enter__()
         return self

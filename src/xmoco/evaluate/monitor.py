@@ -46,7 +46,7 @@ class Monitor:
 
     def trained(self, backbone: nn.Module, epoch: int, step: int) -> Record:
         sets = self._features(backbone)
-        subject = self.config.method.name
+        subject = self.config.method.subject
         return self._judge(sets, subject=subject, features="backbone", epoch=epoch, step=step)
 
     def neighbours(

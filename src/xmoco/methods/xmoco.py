@@ -39,8 +39,8 @@ class XMoCo(BankMethod):
         )
         super().__init__(config)
         self.loss = loss
-        if settings.teacher == "keys" or settings.weak_keys or settings.predictor_hidden:
-            self.title = "XMoCo+"  # with what is not in the paper
+        if settings.subject != settings.name:  # with what is not in the paper
+            self.title = "XMoCo+"
         weight, epochs = settings.consistency_weight, settings.consistency_warmup_epochs
         self.consistency_weight = LinearRise(weight, epochs) if epochs else Constant(weight)
 

@@ -77,7 +77,7 @@ class BackboneCard:
             size=config.input.size,
             mean=config.input.mean,
             std=config.input.std,
-            method=config.method.name,
+            method=config.method.subject,
             epochs=epochs,
             seed=config.train.seed,
             eval_size=config.input.eval_size,

@@ -42,10 +42,12 @@ class History:
     config: Mapping[str, Any]
     reference_levels: Mapping[str, float] = field(default_factory=dict)
     """What the method says its loss terms are to be compared with."""
+    subject: str | None = None
+    """What its records call the method."""
 
     @property
     def method(self) -> str:
-        return str(self.config.get("method", {}).get("name", "unknown method"))
+        return self.subject or str(self.config.get("method", {}).get("name", "unknown method"))
 
     def knn_records(self) -> list[Record]:
         """The kNN accuracies that may be compared: all with the k of the first."""
@@ -86,6 +88,7 @@ def read_history(run: Path) -> History:
         records=records,
         config=config,
         reference_levels=facts.get("method", {}).get("reference_levels", {}),
+        subject=facts.get("method", {}).get("subject"),
     )
 
 

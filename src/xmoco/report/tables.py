@@ -47,6 +47,7 @@ TITLES: Mapping[Mode, str] = {
 }
 METHOD_NAMES: Mapping[str, str] = {
     **{settings.model_fields["name"].default: method.title for settings, method in METHODS.items()},
+    "xmoco+": "XMoCo+",
     "supervised": "Supervised",
 }
 COMPARISON = (
