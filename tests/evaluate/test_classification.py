@@ -132,6 +132,8 @@ def test_what_is_known_of_other_peoples_weights_may_be_told(tmp_path: Path) -> N
     assert ear.heard == []
     assert record.protocol["labelled"] is told.labelled
     assert "guess" not in record.protocol["weights"]
+    assert (record.protocol["mean"], record.protocol["std"]) == (half, half)
+    assert "mean" not in guessed.protocol
     assert Evaluation.open(tmp_path / "theirs.pth", told).input.mean == half
     outcome = run_cli(
         *("evaluate", "knn", tmp_path / "theirs.pth", images, "--k", "1", "--no-cache"),
@@ -252,6 +254,7 @@ def test_records_tell_weights_apart_as_they_came(weights: Path, two_splits: Path
         ({"options": {"devices": 2}}, "kNN runs in one process"),
         ({"options": {"mean": (0.5, 0.5)}}, "mean=0.5,0.5 is not three numbers"),
         ({"options": {"std": (0.5, 0.5, 0.0)}}, "std=0.5,0.5,0.0 is not three positive numbers"),
+        ({"options": {"mean": (124, 116, 104)}}, "mean=124,116,104 is not three numbers from 0 to"),
         ({"temperature": float("nan")}, "temperature"),
         ({"options": {"device": "cuda"}}, "device=cuda is not available"),
         ({"options": {"device": "abacus"}}, "device=abacus is not available"),

@@ -132,6 +132,7 @@ def test_a_shortened_course_keeps_its_shape_and_says_so() -> None:
     short = LINEAR["paper"].shortened(10)
     assert (short.epochs, short.milestones) == (10, (6, 8))
     assert short.name == "linear (paper), 10 epochs"
+    assert FINETUNE.shortened(1).name == "fine-tune, 1 epoch"
     assert LINEAR["paper"].shortened(None) is LINEAR["paper"]
 
 

@@ -105,6 +105,15 @@ def test_six_crops_come_in_two_groups() -> None:
     assert only.names == ("view 1", "view 2")
 
 
+def test_small_views_that_are_not_smaller_are_told() -> None:
+    config = Config(input=InputConfig(size=32), model=PLAIN)
+    for size, warned in ((16, False), (96, True)):
+        settings = TINY.model_copy(update={"local_crops": 2, "local_size": size})
+        warnings = SwAV(config.model_copy(update={"method": settings})).warnings(images=100)
+        assert [("local_size" in warning) for warning in warnings] == [True] * warned
+    assert swav().warnings(images=100) == []
+
+
 @pytest.mark.parametrize("model", [TINY_SPLIT, PLAIN], ids=["split", "plain"])
 def test_six_crops_are_stacked_size_by_size(model: ModelConfig) -> None:
     """What suits a GPU computes the same: two views in one pass, four small ones in another."""

@@ -509,7 +509,8 @@ def test_who_knows_better_says_mean_and_std(tmp_path: Path) -> None:
     assert loaded.report.notes == ()
     loaded = load_weights(path, mean=third)
     assert loaded.card.mean == third
-    assert loaded.report.notes  # the rest is still a guess
+    assert loaded.report.notes == ("std is a guess: CIFAR-10's",)  # the rest still is
+    assert load_weights(path, std=half).report.notes == ("mean is a guess: CIFAR-10's",)
 
 
 def test_cifar_stem_of_solo_learn_pads_more(tmp_path: Path) -> None:

@@ -156,6 +156,7 @@ def test_every_panel_names_its_axes_and_a_single_point_is_visible(tmp_path: Path
         assert axes.get_ylabel()
         assert axes.get_title(loc="left")
         assert axes.lines[0].get_marker() == "o"
+        assert axes.get_xlim()[0] <= 0 < axes.get_xlim()[1]  # it is seen how far into the run
 
 
 def test_a_run_that_measured_nothing_says_so(tmp_path: Path) -> None:

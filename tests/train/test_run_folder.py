@@ -84,6 +84,8 @@ def test_other_settings_are_refused_and_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=f"begun with other settings: {words}.*--out"):
             RunFolder.begun(run.path, changed)
+    with pytest.raises(UserError, match=r"holds a run of another kind: .*--out"):
+        RunFolder.begun(run.path, {"data": {"source": "patterns"}, "train": {"epochs": 1}})
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"- 1\n", b"\xff"])

@@ -93,7 +93,7 @@ class EpochProtocol(TrainingProtocol):
         if epochs is None or epochs == self.epochs:
             return self
         milestones = tuple(round(m * epochs / self.epochs) for m in self.milestones)
-        name = f"{self.name}, {epochs} epochs"
+        name = f"{self.name}, {epochs} {'epoch' if epochs == 1 else 'epochs'}"
         return dataclasses.replace(self, name=name, epochs=epochs, milestones=milestones)
 
 

@@ -1,6 +1,5 @@
 """What every evaluation starts from: weights, how to run, labelled images; and its records."""
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,15 +72,22 @@ class EvalOptions:
         for name in ("devices", "nodes", "readers"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}={getattr(self, name)} is too few: give at least 1.")
-        for name, colour in (("mean", self.mean), ("std", self.std)):
-            if colour is not None and not _is_colour(colour, positive=name == "std"):
-                positive = "positive " if name == "std" else ""
+        for name, colour in self.told_pixels.items():
+            within = len(colour) == 3 and all(0 <= number <= 1 for number in colour)
+            if not within or (name == "std" and 0 in colour):
+                numbers = "numbers from 0 to 1" if name == "mean" else "positive numbers up to 1"
                 raise UserError(
-                    f"{name}={','.join(map(str, colour))} is not three {positive}numbers, one for "
-                    "each of red, green and blue."
+                    f"{name}={','.join(map(str, colour))} is not three {numbers}, one for each of "
+                    "red, green and blue."
                 )
         if isinstance(self.cache, str):
             object.__setattr__(self, "cache", Path(self.cache))
+
+    @property
+    def told_pixels(self) -> dict[str, Rgb]:
+        """Mean and std, where they are not left to the weights."""
+        told = {"mean": self.mean, "std": self.std}
+        return {name: colour for name, colour in told.items() if colour is not None}
 
     def expect_one_process(self, what: str) -> None:
         if self.devices * self.nodes > 1:
@@ -92,11 +98,6 @@ class EvalOptions:
         fabric = build_fabric(self)
         fabric.launch()
         return fabric
-
-
-def _is_colour(numbers: Rgb, positive: bool) -> bool:
-    least = 0.0 if positive else -math.inf
-    return len(numbers) == 3 and all(least < number < math.inf for number in numbers)
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,7 @@ class Evaluation:
                 "digest": self.digest,
                 "size": self.input.central_size,
                 "epoch": card.epochs,
+                **self.options.told_pixels,
                 **protocol,
                 **({"processes": processes} if (processes := self.fabric.world_size) > 1 else {}),
             },

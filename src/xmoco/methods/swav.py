@@ -108,9 +108,16 @@ class SwAV(Method):
         return {} if self.queue is None else {"queue": self.queue.fill}
 
     def warnings(self, images: int) -> list[str]:
-        if self.settings.queue_length <= images:
-            return []
-        return [
-            f"a queue of {self.settings.queue_length} is longer than the {images} images: lower "
-            "queue_length"
-        ]
+        found = []
+        if self.settings.queue_length > images:
+            found.append(
+                f"a queue of {self.settings.queue_length} is longer than the {images} images: "
+                "lower queue_length"
+            )
+        full, *small = (group.input.size for group in self.views)
+        if small and small[0] >= full:
+            found.append(
+                f"small views of {small[0]} px are no smaller than the full ones of {full} px: "
+                "lower local_size"
+            )
+        return found

@@ -147,12 +147,19 @@ def load_weights(
     loaded = _load(weights)
     card = replace(loaded.card, mean=mean or loaded.card.mean, std=std or loaded.card.std)
     report = loaded.report
-    if mean and std:
-        kept = tuple(note for note in report.notes if not note.startswith(GUESS))
-        report = replace(report, notes=kept)
+    if mean or std:
+        report = replace(report, notes=_guessed_still(report.notes, mean, std))
     if labelled is not None:
         report = replace(report, labelled=labelled)
     return Weights(loaded.backbone, card, report)
+
+
+def _guessed_still(notes: tuple[str, ...], mean: Rgb | None, std: Rgb | None) -> tuple[str, ...]:
+    """The notes on weights of which mean, std or both were told."""
+    if mean and std:
+        return tuple(note for note in notes if not note.startswith(GUESS))
+    rest = "std" if mean else "mean"
+    return tuple(note.replace(GUESS, f"{rest} is a guess:") for note in notes)
 
 
 def _load(weights: str | Path) -> Weights:

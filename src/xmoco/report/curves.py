@@ -246,7 +246,9 @@ def draw_panel(axes: Axes, panel: Panel, theme: Theme) -> None:
     axes.set_ylabel(panel.unit, color=theme.ink, fontsize=9)
     if panel.includes:
         axes.update_datalim([(0, value) for value in panel.includes], updatex=False)
-        axes.autoscale_view()
+    if panel.curves:  # from the start: a single point has no scale of its own
+        axes.update_datalim([(0, 0)], updatey=False)
+    axes.autoscale_view()
     axes.tick_params(colors=theme.ink, labelsize=8, length=0)
     axes.yaxis.set_major_formatter("{x:,.6g}")
     axes.grid(color=theme.grid, linewidth=0.8)

@@ -41,6 +41,7 @@ def build_fabric(run: RunSettings) -> Fabric:
         raise UserError(
             f"devices={run.devices}, but this machine has {torch.cuda.device_count()} CUDA devices."
         )
+    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # what it says, we say
     # Batches keep their size, so it pays to let cuDNN try its algorithms once.
     torch.backends.cudnn.benchmark = device == "cuda"
     if device == "cpu":
@@ -57,7 +58,6 @@ def build_fabric(run: RunSettings) -> Fabric:
 def _data_parallel() -> DDPStrategy:
     """Gradients are averaged over processes, and nothing is broadcast before a step: what a
     task remembers is the same everywhere by construction, batch statistics are a process's own."""
-    logging.getLogger("lightning_fabric").setLevel(logging.WARNING)
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     new, old = "forward_sync_buffers", "broadcast_buffers"  # torch renamed it after 2.11
     options: dict[str, Any] = {new if new in known else old: False}

@@ -210,6 +210,8 @@ def refuse_other_settings(
 ) -> None:
     """What was begun with some settings goes on with the same."""
     now = plain(settings)
+    if not {*before} & {*now}:
+        raise UserError(f"{path} holds a run of another kind: choose another folder with --out.")
     for name in {**before, **now}:
         if before.get(name) != now.get(name):
             raise UserError(
