@@ -459,3 +459,20 @@ def test_descriptions_cover_every_field() -> None:
 def test_nearest() -> None:
     assert nearest("epoch", ["epochs", "batch"]) == " (did you mean epochs?)"
     assert nearest("xyz", ["epochs", "batch"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("views.size", "input.size"),
+        ("views.mean", "input.mean"),
+        ("views.judged_size", "eval_size"),
+        ("data.resident_gib", "preload_gib"),
+    ],
+)
+def test_settings_that_moved_are_found_again(tmp_path: Path, key: str, meant: str) -> None:
+    section, _, field = key.partition(".")
+    recipe = tmp_path / "old.yaml"
+    recipe.write_text(f"{section}: {{{field}: 32}}")
+    with pytest.raises(UserError, match=rf"unknown key '{key}' \(did you mean {meant}\?\)"):
+        load_config(recipe)

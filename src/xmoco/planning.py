@@ -16,9 +16,10 @@ from xmoco.auto import (
     images_per_second,
     look_at,
 )
-from xmoco.config import Config, ModelConfig, RunConfig
+from xmoco.config import Config, ModelConfig, RunConfig, WeakAugmentationConfig
 from xmoco.data import ImageSet, open_images
 from xmoco.data.sources import is_path
+from xmoco.data.views import ViewGroup
 from xmoco.errors import UserError
 from xmoco.methods import Method, build_method, method_class
 from xmoco.nn.encoding import describe_batch_norm, resolve_batch_norm
@@ -203,7 +204,13 @@ def about(
     yield f"batch norm: {describe_batch_norm(config.model)}{other_norm}"
     central = config.input.eval_size
     judged = f", judged by central ones of {central} px" if central else ""
-    shown = " and ".join(f"{group.count} of {group.input.size} px" for group in method.views)
+    shown = " and ".join(
+        f"{group.count}{_kind(group)} of {group.input.size} px" for group in method.views
+    )
     yield f"random views of an image: {shown}{judged}"
     yield from method.run.notes
     yield from (f"warning: {warning}" for warning in method.warnings(len(images)))
+
+
+def _kind(group: ViewGroup) -> str:
+    return " weak ones" if isinstance(group.augmentation, WeakAugmentationConfig) else ""

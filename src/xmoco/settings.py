@@ -23,6 +23,8 @@ OTHER_NAMES = {
     "xi": "positive_mass",
     "K": "bank_length",
     "workers": "readers",
+    "judged_size": "eval_size",
+    "resident_gib": "preload_gib",
 }
 
 Settings = dict[str, dict[str, Any]]
@@ -249,7 +251,9 @@ def _validated(settings: Settings, mistakes: list[str]) -> Config:
 
 
 def _suggestion(key: str, known: Iterable[str]) -> str:
-    meant = OTHER_NAMES.get(key.rpartition(".")[2])
+    field = key.rpartition(".")[2]
+    elsewhere = (".".join(pair) for pair in all_fields() if pair[1] == field)
+    meant = OTHER_NAMES.get(field) or next(elsewhere, None)
     return f" (did you mean {meant}?)" if meant else nearest(key, known)
 
 
