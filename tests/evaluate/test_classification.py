@@ -23,6 +23,7 @@ from xmoco.evaluate.evaluation import EvalOptions, Evaluation, Listener
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.train.loop import Training
+from xmoco.train.run_folder import RunFolder
 
 CARD = BackboneCard("tiny", "cifar", 16, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), "xmoco", 3, 7)
 
@@ -364,7 +365,7 @@ def test_a_finished_classifier_is_judged_again_without_training(
     first = linear()
     name = the_run().name
     assert name.startswith("xmoco-")
-    assert "both-linear_paper_1_epochs-seed0-" in name
+    assert "both-linear_paper_1_epoch-seed0-" in name
     settings = yaml.safe_load((the_run() / "config.yaml").read_text())
     assert (settings["head_rate"], settings["batch"], settings["seed"]) == (60.0, 32, 0)
     no_training(monkeypatch)
@@ -379,6 +380,10 @@ def test_a_finished_classifier_is_judged_again_without_training(
     assert (other.protocol["crop_size"], other.protocol["size"]) == (16, 24)
     kept = [line["measure"] for line in metrics(the_run()) if "measure" in line]
     assert kept == ["linear_top1", "linear_top5"] * 3
+    # But those who trained are told of, not who is here now.
+    assert "processes" not in other.protocol
+    RunFolder(the_run()).write_environment(processes=2)
+    assert linear()[0].protocol["processes"] == 2
 
 
 def test_other_settings_are_trained_elsewhere(weights: Path, two_splits: Path) -> None:

@@ -196,6 +196,7 @@ def _classify(
                 train,
                 source_name(data),
                 seed,
+                RunFolder(folder).environment().get("processes"),
                 split="test",
                 judged=test.name,
                 crop_size=evaluation.input.size,

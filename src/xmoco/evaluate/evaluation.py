@@ -211,9 +211,14 @@ class Evaluation:
         data: ImageSet,
         work: str,
         seed: int | None = None,
+        processes: int | None = None,
         **protocol: Any,
     ) -> Record:
-        """``work`` names the images; weights of one architecture compare on them."""
+        """``work`` names the images; weights of one architecture compare on them.
+
+        ``processes`` are those that trained, where they are not the ones here.
+        """
+        processes = processes or self.fabric.world_size
         card, report = self.weights.card, self.weights.report
         # Our own are told by subject, work and epoch; of others, what became of the file matters.
         foreign = report.format != "xmoco"
@@ -232,7 +237,7 @@ class Evaluation:
                 "epoch": card.epochs,
                 **self.options.told_pixels,
                 **protocol,
-                **({"processes": processes} if (processes := self.fabric.world_size) > 1 else {}),
+                **({"processes": processes} if processes > 1 else {}),
             },
             seed=card.seed if seed is None else seed,
         )

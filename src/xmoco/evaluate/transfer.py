@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -292,7 +293,7 @@ def _record(
     measure: str,
     value: float,
     seed: int,
-    **protocol: object,
+    **protocol: Any,
 ) -> Record:
     return evaluation.record(
         measure,
