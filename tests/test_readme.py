@@ -697,7 +697,7 @@ def test_comparisons_are_means_over_seeds(tables: ModuleType, place: Any) -> Non
         "| entry | changes | kNN, k 20 | kNN, k 200 | seeds |",
         "| --- | --- | ---: | ---: | ---: |",
         "| XMoCo |  | 71.0 ± 1.4 % | – | 2 |",
-        "| xmoco+ | `teacher=keys` | 75.0 % | 74.0 % | 1 |",
+        "| XMoCo+ | `teacher=keys` | 75.0 % | 74.0 % | 1 |",
     ]
     assert "All have `batch=128 hue=0.1`. Seeds 0, 1;" in text
 
