@@ -1,7 +1,7 @@
 """Optimisers by their settings. Every rate is a multiple of the one scheduled rate."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
@@ -87,8 +87,14 @@ class LARS(Optimizer):
         }  # fmt: skip
         super().__init__(params, defaults)
 
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         loss = None
         if closure is not None:
             with torch.enable_grad():
