@@ -157,13 +157,13 @@ def test_every_protocol_runs_with_two(both: Any, place: Path) -> None:
 
 
 def test_frozen_results_are_those_of_one_process(both: Any, place: Path) -> None:
-    """And the folder of two processes goes on with one."""
+    """And one process finds what two have trained, and tells of them."""
     given = {"epochs": 2, "options": EvalOptions("cpu", readers=1)}
     images, weights = place / "images", place / "weights.safetensors"
-    for out in ("one", "two"):
+    for out, trained_by in (("one", None), ("two", 2)):
         record, *_ = xmoco.evaluate_linear(weights, images, out=place / out / "a", **given)
         assert record.value == pytest.approx(both[0]["records"]["linear_top1"][0], abs=100 / 16)
-        assert "processes" not in record.protocol
+        assert record.protocol.get("processes") == trained_by
 
 
 def test_from_the_command_line(
