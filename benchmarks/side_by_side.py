@@ -1,0 +1,154 @@
+"""Do runs finish sooner side by side on one GPU than one after the other?
+
+    python benchmarks/side_by_side.py imagenette --data imagenette.tar
+
+One, two and more processes train the same recipe at once, each with its own images in memory, its
+own seed and its own CUDA graph. Counted is what all of them together train in the same seconds,
+after a warm-up. ``--mps`` has NVIDIA's multi-process service run their kernels at the same time;
+without it the GPU takes turns between processes.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from recipe import RESULTS
+from xmoco.data.batches import preload
+from xmoco.evaluate.evaluation import EvalOptions, labelled_splits
+from xmoco.pretraining import prepare_training, work_name
+from xmoco.records import Record, append_records
+from xmoco.settings import load_config
+from xmoco.train.engine import build_fabric
+from xmoco.train.run_folder import RunFolder
+
+WARM_UP = 60  # steps: compiling, capturing, filling banks
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("recipe")
+    parser.add_argument("settings", nargs="*", help="changes to the recipe, key=value")
+    parser.add_argument("--data", required=True, help="labelled images")
+    parser.add_argument("--runs", nargs="+", type=int, default=[1, 2, 3], help="at once")
+    parser.add_argument("--seconds", type=float, default=8.0, help="that are counted, each")
+    parser.add_argument("--mps", action="store_true", help="use the multi-process service")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_intermixed_args()
+    config = load_config(options.recipe, options.settings, {"source": options.data})
+
+    with service() if options.mps else contextlib.nullcontext():
+        speeds = {runs: together(options, runs) for runs in options.runs}
+    protocol = {
+        "recipe": options.recipe,
+        "changes": " ".join(options.settings),
+        "batch": config.train.batch,
+        "multi_process_service": options.mps,
+        "seconds": options.seconds,
+        "rounds": 1,
+    }
+    records = [
+        Record(
+            "images_per_second",
+            sum(found),
+            "images/s",
+            f"{runs} at once",
+            work_name(config),
+            protocol | {"runs": runs, "each": [round(speed) for speed in found]},
+            seed=0,
+        )
+        for runs, found in speeds.items()
+    ]
+    append_records(options.results / "side-by-side.jsonl", records)
+    table = Table(title=f"{work_name(config)}, batch {config.train.batch}, one round")
+    for heading in ("runs at once", "images/s together", "each", "times one run"):
+        table.add_column(heading, justify="right")
+    alone = sum(speeds[options.runs[0]]) / options.runs[0]
+    for runs, found in speeds.items():
+        each = ", ".join(f"{speed:,.0f}" for speed in found)
+        table.add_row(str(runs), f"{sum(found):,.0f}", each, f"{sum(found) / alone:.2f}")
+    Console(width=120).print(table)
+
+
+@contextlib.contextmanager
+def service() -> Iterator[None]:
+    """NVIDIA's multi-process service, for processes started meanwhile."""
+    if shutil.which("nvidia-cuda-mps-control") is None:
+        sys.exit("there is no nvidia-cuda-mps-control on this machine: leave --mps out.")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", check=False)
+            del os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_LOG_DIRECTORY"]
+
+
+def together(options: argparse.Namespace, runs: int) -> list[float]:
+    """Images per second of each of so many runs at once."""
+    context = multiprocessing.get_context("spawn")
+    barrier, answers = context.Barrier(runs), context.SimpleQueue()
+    processes = [
+        context.Process(target=train, args=(options, seed, barrier, answers))
+        for seed in range(runs)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if any(process.exitcode for process in processes):
+        sys.exit(f"a run of {runs} at once failed.")
+    return [answers.get() for _ in processes]
+
+
+def train(options: argparse.Namespace, seed: int, barrier: Any, answers: Any) -> None:
+    try:
+        settings = [*options.settings, f"seed={seed}", "epochs=1000"]
+        config = load_config(options.recipe, settings, {"source": options.data})
+        fabric = build_fabric(config.run)
+        images, _ = labelled_splits(options.data, EvalOptions())
+        with tempfile.TemporaryDirectory() as folder:
+            kept = preload(images, fabric.device)
+            training = prepare_training(config, fabric, kept, RunFolder(Path(folder)))
+            training.task.train()
+            with closing(training.batches.from_step(0)) as stream:
+                for _ in range(WARM_UP):
+                    training.advance(stream)
+                finish(fabric.device)
+                barrier.wait()
+                started, steps = time.perf_counter(), 0
+                while time.perf_counter() - started < options.seconds:
+                    for _ in range(10):
+                        training.advance(stream)
+                    finish(fabric.device)  # so that no run queues up work for later
+                    steps += 10
+                seconds = time.perf_counter() - started
+        answers.put(steps * config.train.batch / seconds)
+    except BaseException:
+        barrier.abort()  # the others would wait for ever
+        raise
+
+
+def finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
