@@ -56,8 +56,8 @@ def pretrain(
             "--recipe",
             "-r",
             help="`auto` looks at your images and the device, chooses, and says why; or `demo`, "
-            "`cifar10`, `simclr`, `byol`, `swav`, `imagenette`, `imagenet` (the paper's settings), "
-            "or a yaml file. Default: `auto`.",
+            "`cifar10`, `imagenette`, `imagenet` (the paper's settings), a method's name for its "
+            "published settings (`byol`), or a yaml file. Default: `auto`.",
         ),
     ] = None,
     data: Annotated[
