@@ -14,48 +14,25 @@ records already are not trained again, so that a call that was interrupted goes 
 """
 
 import argparse
-import copy
-import gc
 import statistics
 import tempfile
-import time
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from lightning_fabric import Fabric
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
 
 from recipe import RESULTS
-from tune import STRENGTHS, digest
-from xmoco.config import Config, InputConfig
-from xmoco.data import ImageSet
-from xmoco.data.batches import preload
-from xmoco.data.subset import held_out
-from xmoco.evaluate.classify import LINEAR, TrainingProtocol, class_scores, train_classifier
-from xmoco.evaluate.evaluation import EvalOptions, labelled_splits
-from xmoco.evaluate.features import backbone_features
-from xmoco.evaluate.knn import knn_accuracy
-from xmoco.evaluate.logistic import fit_path
-from xmoco.evaluate.metrics import top_k
-from xmoco.methods import Method
-from xmoco.pretraining import prepare_training, work_name
-from xmoco.records import Measured, Record, append_records, read_records
+from tune import digest
+from xmoco.config import Config
+from xmoco.records import Record, append_records
 from xmoco.settings import load_config
+from xmoco.tables.bench import COLUMNS, Bench, Images, Kept, Trial, known_records, split_facts
 from xmoco.train.engine import build_fabric
-from xmoco.train.loop import Callback, DivergedError
+from xmoco.train.loop import DivergedError
 from xmoco.train.run_folder import RunFolder
-
-KS = (20, 200)
-HELD_OUT = "validation, held out of the training images"
-
-Kept = Measured[dict[str, Any]]
-Judgement = tuple[str, float, dict[str, Any]]
-"""A measure, its value, and what its protocol has of its own."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +55,18 @@ class Entry:
             options.recipe, [*self.changes.split(), *fixed], {"source": options.data}
         )
 
+    def trial(self, options: argparse.Namespace, seed: int) -> Trial:
+        config = self.config(options, seed)
+        facts = {
+            "recipe": options.recipe,
+            "recipe_digest": digest(load_config(options.recipe)),
+            "changes": self.changes,
+            **split_facts(options.share if options.held_out else None),
+            "epochs": config.train.epochs,
+            "epoch": config.train.epochs,
+        }
+        return Trial(self.name, config, facts)
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
@@ -94,175 +83,67 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_intermixed_args()
 
-    configs = {  # a mistake is told before anything is trained
-        (entry, seed): entry.config(options, seed)
-        for seed in options.seeds
-        for entry in options.entries
-    }
-    fabric = build_fabric(next(iter(configs.values())).run)
-    bench = Bench(options, fabric, *opened(options, fabric.device))
-    for (entry, seed), config in configs.items():
-        if not any(record.seed == seed for record in bench.known(entry, config)):
-            try:
-                found = bench.attempt(entry, config, linear=seed == options.seeds[-1])
-            except DivergedError as error:
-                print(f"{entry.name}, seed {seed}: {error}", flush=True)
-                continue
-            append_records(bench.path, found)
-            values = ", ".join(f"{label(r)} {r.value:.2f}" for r in found)
-            print(f"{entry.name} [{entry.changes}] seed {seed}: {values}", flush=True)
-    show(bench, configs)
+    trials = [  # a mistake is told before anything is trained
+        (entry, entry.trial(options, seed)) for seed in options.seeds for entry in options.entries
+    ]
+    path = records_file(options)
+    known = known_records(path)
+    if missing := [(entry, trial) for entry, trial in trials if not trial.own(known)]:
+        config = missing[0][1].config
+        fabric = build_fabric(config.run)
+        share = options.share if options.held_out else None
+        bench = Bench(fabric, Images.open(config.data, fabric.device, share))
+        for entry, trial in missing:
+            if not trial.own(known_records(path)):  # another call may have been faster
+                attempt(bench, entry, trial, path, options)
+    show(trials, known_records(path), options)
 
 
-def opened(options: argparse.Namespace, device: torch.device) -> tuple[ImageSet, ImageSet]:
-    """Images to learn from and to judge by, decoded on the device."""
-    train, test = labelled_splits(options.data, EvalOptions())
-    if options.held_out:
-        train, test = held_out(train, options.share)
-    elif test is None:
-        raise SystemExit(f"{options.data} has no test images: use --held-out.")
-    return preload(train, device), preload(test, device)
+def records_file(options: argparse.Namespace) -> Path:
+    name = "trials" if options.held_out else "compare"
+    return Path(options.results) / f"{name}-{Path(options.recipe).stem}.jsonl"
 
 
-@dataclass(frozen=True)
-class Bench:
-    """Where all entries are trained and judged."""
-
-    options: argparse.Namespace
-    fabric: Fabric
-    train: ImageSet
-    test: ImageSet
-
-    @property
-    def path(self) -> Path:
-        name = "trials" if self.options.held_out else "compare"
-        return Path(self.options.results) / f"{name}-{Path(self.options.recipe).stem}.jsonl"
-
-    def known(self, entry: Entry, config: Config) -> list[Kept]:
-        """Records of this entry's runs, of any seed."""
-        if not self.path.exists():
-            return []
-        wanted = self.identity(entry, config).items()
-        return [
-            record
-            for record in read_records(self.path, Kept)
-            if (record.subject, record.work) == (entry.name, work_name(config))
-            and wanted <= record.protocol.items()
-        ]
-
-    def identity(self, entry: Entry, config: Config) -> dict[str, Any]:
-        """What tells a run from others, but for its seed."""
-        share = {"held_out_share": self.options.share} if self.options.held_out else {}
-        return {
-            "recipe": self.options.recipe,
-            "recipe_digest": digest(load_config(self.options.recipe)),
-            "changes": entry.changes,
-            "split": HELD_OUT if self.options.held_out else "test",
-            **share,
-            "epochs": config.train.epochs,
-            "epoch": config.train.epochs,
-        }
-
-    def attempt(self, entry: Entry, config: Config, linear: bool) -> list[Record]:
-        """Train, then judge, at the size of the views and at the recipe's for evaluation."""
+def attempt(
+    bench: Bench, entry: Entry, trial: Trial, path: Path, options: argparse.Namespace
+) -> None:
+    """Train and judge, at the size of the views and at the recipe's for evaluation."""
+    linear = options.linear and trial.seed == options.seeds[-1]
+    names = ["knn20", "knn200", *(["linear"] if linear else []), "logistic"]
+    input = trial.config.input
+    try:
         with tempfile.TemporaryDirectory() as folder:
-            training = prepare_training(config, self.fabric, self.train, RunFolder(Path(folder)))
-            started = time.perf_counter()
-            training.train(Callback())
-            if self.fabric.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - started
-        method = training.task
-        assert isinstance(method, Method)
-        common = self.identity(entry, config) | {
-            "features": "backbone",
-            "train_seconds": round(seconds, 1),
-            "images_per_second": round(training.total_steps * config.train.batch / seconds),
-        }
-        found = [
-            Record(measure, value, "%", entry.name, work_name(config), common | protocol, seed)
-            for seed in [config.train.seed]
-            for size in sorted({config.input.size, config.input.central_size})
-            for measure, value, protocol in self.judged(
-                method.encoder.backbone,
-                config.input.model_copy(update={"eval_size": size}),
-                linear=linear and self.options.linear,
+            found = bench.attempt(
+                trial,
+                [COLUMNS[name] for name in names],
+                RunFolder(Path(folder)),
+                sizes=sorted({input.size, input.central_size}),
             )
-        ]
-        settings = config.model_dump(mode="json", exclude={"run", "data", "monitor"})
-        found[-1].protocol["settings"] = settings
-        del training, method
-        gc.collect()  # a recorded CUDA graph is freed with the run's cycles
-        if self.fabric.device.type == "cuda":
-            torch.cuda.empty_cache()
-        return found
-
-    def judged(self, backbone: nn.Module, input: InputConfig, linear: bool) -> list[Judgement]:
-        """On ``test``, by the labels of ``train``."""
-        device, size = self.fabric.device, input.central_size
-        bank, asked = (
-            backbone_features(backbone, part, input, device) for part in (self.train, self.test)
-        )
-        assert bank.labels is not None
-        assert asked.labels is not None
-        accuracies = knn_accuracy(
-            bank.vectors, bank.labels, asked.vectors, asked.labels, ks=KS, device=device
-        )
-        found: list[Judgement] = [
-            ("knn_top1", accuracies[k], {"size": size, "k": k, "temperature": 0.1}) for k in KS
-        ]
-        if linear:
-            protocol = LINEAR["moco"]
-            value = self.linear(copy.deepcopy(backbone), input, protocol)
-            facts = {"size": size, "name": protocol.name, "crop_size": input.size}
-            found.append(("linear_top1", value, facts))
-        labels = [part.labels.to(device) for part in (bank, asked) if part.labels is not None]
-        value = logistic(bank.vectors, labels[0], asked.vectors, labels[1])
-        facts = {"size": size, "strengths": list(STRENGTHS)}
-        return [*found, ("logistic_top1", value, facts)]
-
-    def linear(self, backbone: nn.Module, input: InputConfig, protocol: TrainingProtocol) -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            classifier = train_classifier(
-                backbone,
-                self.train,
-                protocol,
-                Path(folder) / "run",
-                {"name": protocol.name},
-                input=input,
-                fabric=self.fabric,
-            )
-        scores, labels = class_scores(
-            classifier.backbone, classifier.head, self.test, input=input, device=self.fabric.device
-        )
-        return top_k(scores, labels, 1)
-
-
-def logistic(train: Tensor, labels: Tensor, test: Tensor, test_labels: Tensor) -> float:
-    """Of the best of a few strengths."""
-    classes = int(labels.max()) + 1
-    return max(
-        top_k(model.scores(test), test_labels, 1)
-        for _, model in fit_path(train, labels, classes, STRENGTHS)
-    )
+    except DivergedError as error:
+        print(f"{entry.name}, seed {trial.seed}: {error}", flush=True)
+        return
+    settings = trial.config.model_dump(mode="json", exclude={"run", "data", "monitor"})
+    found[-1].protocol["settings"] = settings
+    append_records(path, found)
+    values = ", ".join(f"{label(record)} {record.value:.2f}" for record in found)
+    print(f"{entry.name} [{entry.changes}] seed {trial.seed}: {values}", flush=True)
 
 
 def label(record: Record | Kept) -> str:
-    protocol = record.protocol
+    protocol: dict[str, Any] = record.protocol
     k = f" k {protocol['k']}" if "k" in protocol else ""
     return f"{record.measure.removesuffix('_top1')}{k}, {protocol['size']} px"
 
 
-def show(bench: Bench, configs: dict[tuple[Entry, int], Config]) -> None:
+def show(trials: list[tuple[Entry, Trial]], known: list[Kept], options: argparse.Namespace) -> None:
     """Mean ± deviation over the seeds asked for, and their number."""
     rows: dict[Entry, dict[str, list[float]]] = {}
-    for (entry, seed), config in configs.items():
+    for entry, trial in trials:
         cells = rows.setdefault(entry, defaultdict(list))
-        for record in bench.known(entry, config):
-            if record.seed == seed:
-                cells[label(record)].append(record.value)
+        for record in trial.own(known):
+            cells[label(record)].append(record.value)
     headings = list(dict.fromkeys(heading for cells in rows.values() for heading in cells))
-    table = Table(title="held-out images" if bench.options.held_out else "test images")
+    table = Table(title="held-out images" if options.held_out else "test images")
     for heading in ("", *headings, "seeds"):
         table.add_column(heading, justify="left" if heading == "" else "right")
     for entry, cells in rows.items():

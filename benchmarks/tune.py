@@ -37,10 +37,9 @@ from xmoco.evaluate.logistic import fit_path
 from xmoco.evaluate.metrics import top_k
 from xmoco.records import Measured, Record, append_records, read_records
 from xmoco.settings import load_config
+from xmoco.tables.bench import STRENGTHS
 
 K = 200
-STRENGTHS = (10.0, 1.0, 0.1, 0.01, 0.001)
-"""Of the penalty of the logistic regression; the best one counts."""
 NONE = "none"
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from helpers import make_images, write_recipe
+from xmoco.evaluate.classify import LINEAR
 
 Compare = Callable[..., list[dict[str, Any]]]
 
@@ -68,10 +69,10 @@ def test_trials_look_at_held_out_training_images_only(compare: Compare, tmp_path
 
 
 def test_a_linear_classifier_for_the_last_seed(
-    compare: Compare, program: ModuleType, monkeypatch: pytest.MonkeyPatch
+    compare: Compare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = program.LINEAR["moco"].shortened(1)
-    monkeypatch.setitem(program.LINEAR, "moco", short)
+    short = LINEAR["moco"].shortened(1)
+    monkeypatch.setitem(LINEAR, "moco", short)
     records = compare("ours:", "--seeds", "0", "1", "--linear")
     linear = [r for r in records if r["measure"] == "linear_top1"]
     assert [r["seed"] for r in linear] == [1]

@@ -3,7 +3,8 @@
 import json
 import re
 import socket
-from dataclasses import asdict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from xmoco.records import (
     StageProtocol,
     TransferProtocol,
     append_records,
+    forget_half_line,
     lines_so_far,
     read_lines,
     read_records,
@@ -87,6 +89,33 @@ def test_records_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="could not write"):
         append_records(tmp_path / "file" / "results.jsonl", [record()])
+
+
+@pytest.mark.parametrize("cut", [1, 40, -2])
+def test_half_a_record_is_forgotten_and_nothing_else(tmp_path: Path, cut: int) -> None:
+    file = tmp_path / "results.jsonl"
+    append_records(file, [record(1), record(2)])
+    whole = file.read_bytes()
+    file.write_bytes(whole + record(3).json().encode()[:cut])
+    forget_half_line(file)
+    assert file.read_bytes() == whole
+    open_end = whole.rstrip(b"\n")  # by hand: the last record is whole, though not its line
+    file.write_bytes(open_end)
+    forget_half_line(file)
+    assert file.read_bytes() == open_end
+
+
+def test_several_threads_append_whole_lines(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+
+    def add(number: int) -> None:
+        append_records(file, [replace(record(number), work="w" * 20_000)] * 3)
+        forget_half_line(file)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(add, range(40)))
+    values = [read.value for read in read_records(file, Measured[dict[str, Any]])]
+    assert sorted(values) == sorted(3 * list(range(40)))
 
 
 # Reading

@@ -178,13 +178,20 @@ def prepare_training(
     images: ImageSet,
     run: RunFolder,
     build: Callable[[Config], Method] = build_method,
+    identity: dict[str, Any] | None = None,
+    resume_command: str = "",
 ) -> Training:
-    """A training at its start, for programs that take the steps themselves."""
+    """A training at its start, for programs that take the steps themselves.
+
+    ``identity`` is what must not have changed where the run is to be restored.
+    """
     here = config.model_copy(update={"model": model_here(config, fabric)})
     torch.manual_seed(config.train.seed)
     method, batches = build(here), _batches(config, fabric, images)
     plan = _plan(config, batches.steps_per_epoch)
-    return Training(plan, fabric, method, batches, run, identity={})
+    return Training(
+        plan, fabric, method, batches, run, identity or {}, resume_command=resume_command
+    )
 
 
 def _batches(

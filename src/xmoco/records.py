@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -23,6 +24,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from xmoco.data.trees import printable
 from xmoco.errors import UserError
+
+if sys.platform != "win32":
+    import fcntl
 
 
 def now() -> str:
@@ -93,15 +97,36 @@ class Record:
 
 
 def append_records(path: Path, records: Iterable[Record]) -> None:
-    """Add records to a .jsonl file, one per line."""
+    """Add records to a .jsonl file, one per line; several programs may do so at once."""
+    lines = b"".join(f"{record.json()}\n".encode() for record in records)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a+b") as file:
+            _lock(file)
+            file.seek(0, os.SEEK_END)
             if file.tell() and not _ends_line(file):
                 file.write(b"\n")  # another program, or a hand, left the last line open
-            file.writelines(f"{record.json()}\n".encode() for record in records)
+            file.write(lines)
     except OSError as error:
         raise UserError(f"could not write {path}: {error.strerror or error}.") from None
+
+
+def forget_half_line(path: Path) -> None:
+    """Cut off the half record that a program leaves which is killed while it adds one."""
+    with path.open("r+b") as file:
+        _lock(file)
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        try:
+            json.loads(content[whole:] or b"{}")
+        except ValueError:
+            file.truncate(whole)
+
+
+def _lock(file: BinaryIO) -> None:
+    """Wait for others that are writing; closing the file lets them go on."""
+    if sys.platform != "win32":
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def _ends_line(file: BinaryIO) -> bool:

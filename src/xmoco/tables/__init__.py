@@ -1,0 +1,1 @@
+"""The paper's tables, measured: configurations × seeds become records, and records tables."""

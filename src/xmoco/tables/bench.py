@@ -1,0 +1,324 @@
+"""Configurations × seeds → records: what ``xmoco tables`` and benchmarks/compare.py rest on.
+
+A trial is a configuration with a seed. It is trained on images that were decoded once for all, and
+judged on others by every column that is asked for. Its records tell it from all other trials, so
+that a trial whose records are there is never run again.
+"""
+
+import copy
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_fabric import Fabric
+from torch import nn
+
+from xmoco.config import Config, DataConfig, InputConfig
+from xmoco.data import ImageSet
+from xmoco.data.batches import preload
+from xmoco.data.fingerprint import fingerprint
+from xmoco.data.subset import held_out
+from xmoco.errors import UserError
+from xmoco.evaluate.classify import LINEAR, class_scores, train_classifier
+from xmoco.evaluate.evaluation import EvalOptions, labelled_splits
+from xmoco.evaluate.features import Features, backbone_features
+from xmoco.evaluate.knn import knn_accuracy
+from xmoco.evaluate.logistic import fit_path
+from xmoco.evaluate.metrics import top_k
+from xmoco.methods import Method
+from xmoco.nn.weights import BackboneCard, save_backbone
+from xmoco.pretraining import prepare_training, work_name
+from xmoco.records import Measured, Record, forget_half_line, read_records
+from xmoco.train.loop import Callback, Training
+from xmoco.train.run_folder import RunFolder, plain
+
+STRENGTHS = (10.0, 1.0, 0.1, 0.01, 0.001)
+"""Of the penalty of the logistic regression; the best one counts."""
+KNN_TEMPERATURE = 0.1
+HELD_OUT = "validation, held out of the training images"
+
+Kept = Measured[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Column:
+    """Something that is measured of every trial."""
+
+    heading: str
+    measure: str
+    unit: str = "%"
+    k: int | None = None
+
+    def shows(self, record: Record | Kept) -> bool:
+        return record.measure == self.measure and record.protocol.get("k") == self.k
+
+
+COLUMNS: Mapping[str, Column] = {
+    "knn20": Column("kNN, k 20", "knn_top1", k=20),
+    "knn200": Column("kNN, k 200", "knn_top1", k=200),
+    "logistic": Column("logistic regression", "logistic_top1"),
+    "linear": Column("linear (MoCo)", "linear_top1"),
+    "time": Column("time of training", "train_seconds", "s"),
+    "gpu_memory": Column("GPU memory", "gpu_memory", "GiB"),
+    "bank_memory": Column("banks and history", "bank_memory", "MiB"),
+    "parameters": Column("parameters", "backbone_parameters", "M"),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A configuration, seed included, to be trained and judged."""
+
+    subject: str
+    config: Config
+    facts: Mapping[str, Any]
+    """What its records say that those of no other configuration do."""
+
+    @property
+    def seed(self) -> int:
+        return self.config.train.seed
+
+    @property
+    def work(self) -> str:
+        return work_name(self.config)
+
+    def own(self, records: Sequence[Kept]) -> list[Kept]:
+        """Those of this very trial."""
+        wanted = self.facts.items()
+        return [
+            record
+            for record in records
+            if (record.subject, record.work, record.seed) == (self.subject, self.work, self.seed)
+            and wanted <= record.protocol.items()
+        ]
+
+
+def known_records(path: Path) -> list[Kept]:
+    """All records of a file that may not be there yet, and to which others may be adding."""
+    if not path.exists():
+        return []
+    forget_half_line(path)
+    return read_records(path, Kept)
+
+
+@dataclass(frozen=True)
+class Images:
+    """What all trials learn from and are judged by, decoded on the device."""
+
+    train: ImageSet
+    test: ImageSet
+    fingerprint: str
+
+    @classmethod
+    def open(cls, data: DataConfig, device: torch.device, held_out_share: float | None) -> "Images":
+        """With a share, that part of the training images is judged, and no test image looked at."""
+        options = EvalOptions(root=data.root, download=data.download)
+        train, test = labelled_splits(data.source, options)
+        if held_out_share is not None:
+            train, test = held_out(train, held_out_share)
+        elif test is None:
+            raise UserError(
+                f"{train.name} has no test images to judge by: use --held-out, which holds out "
+                "training images."
+            )
+        return cls(preload(train, device), preload(test, device), fingerprint(train))
+
+
+def split_facts(held_out_share: float | None) -> dict[str, Any]:
+    """Which images a record is of."""
+    if held_out_share is None:
+        return {"split": "test"}
+    return {"split": HELD_OUT, "held_out_share": held_out_share}
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where trials are trained and judged."""
+
+    fabric: Fabric
+    images: Images
+
+    @property
+    def device(self) -> torch.device:
+        return self.fabric.device
+
+    def possible(self, columns: Sequence[Column]) -> list[Column]:
+        """Those that can be measured on this device."""
+        return [c for c in columns if c.measure != "gpu_memory" or self.device.type == "cuda"]
+
+    def attempt(
+        self,
+        trial: Trial,
+        columns: Sequence[Column],
+        run: RunFolder,
+        *,
+        sizes: Sequence[int] | None = None,
+        callback: Callback | None = None,
+        command: str = "",
+    ) -> list[Record]:
+        """Train, or go on where ``run`` was interrupted; then measure, by images of ``sizes``.
+
+        Sizes are the recipe's for evaluation if not given. ``command`` is what a person goes on
+        with.
+        """
+        self._free()
+        config = trial.config
+        training = prepare_training(
+            config,
+            self.fabric,
+            self.images.train,
+            run,
+            identity={"settings": lasting(config), "images": self.images.fingerprint},
+            resume_command=command,
+        )
+        training.restore()
+        seconds, gib = self._train(training, callback or Callback())
+        method = training.task
+        assert isinstance(method, Method)
+        common = {
+            **trial.facts,
+            "data": self.images.train.name,
+            "train_images": len(self.images.train),
+            "judged_images": len(self.images.test),
+            "features": "backbone",
+            "train_seconds": round(seconds, 1),
+            "images_per_second": round(training.total_steps * config.train.batch / seconds),
+        }
+        measured = {
+            "train_seconds": seconds,
+            "gpu_memory": gib,
+            "bank_memory": bank_bytes(method) / 2**20,
+            "backbone_parameters": parameters(method.encoder.backbone) / 1e6,
+        }
+        found = [
+            self._record(trial, column, value, common | {"size": size} | facts)
+            for size in sizes or [config.input.central_size]
+            for column, value, facts in self._judged(
+                method.encoder.backbone,
+                config.input.model_copy(update={"eval_size": size}),
+                columns,
+                run.path,
+            )
+        ]
+        found += [
+            self._record(trial, column, measured[column.measure], common)
+            for column in columns
+            if column.measure in measured
+        ]
+        if run.path.joinpath("config.yaml").exists():  # a run folder that stays
+            card = BackboneCard.of_run(config, config.train.epochs)
+            save_backbone(method.encoder.backbone, card, run.weights)
+        return found
+
+    def _free(self) -> None:
+        """What the last trial left, however it ended: a recorded CUDA graph is freed with its
+        cycles."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _train(self, training: Training, callback: Callback) -> tuple[float, float]:
+        """Seconds of training over all sessions, and the GPU's memory at the most, in GiB."""
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        before, started = training.seconds, time.perf_counter()
+        if not training.finished:
+            with callback:
+                training.train(callback)
+        if on_gpu:
+            torch.cuda.synchronize(self.device)
+        seconds = before + time.perf_counter() - started
+        return seconds, torch.cuda.max_memory_allocated(self.device) / 2**30 if on_gpu else 0.0
+
+    @staticmethod
+    def _record(trial: Trial, column: Column, value: float, protocol: dict[str, Any]) -> Record:
+        return Record(
+            column.measure, value, column.unit, trial.subject, trial.work, protocol, trial.seed
+        )
+
+    def _judged(
+        self, backbone: nn.Module, input: InputConfig, columns: Sequence[Column], folder: Path
+    ) -> Iterator[tuple[Column, float, dict[str, Any]]]:
+        """How good the backbone is on the images held back, and what is particular to a column."""
+        bank, asked = (
+            backbone_features(backbone, part, input, self.device)
+            for part in (self.images.train, self.images.test)
+        )
+        ks = [column.k for column in columns if column.k is not None]
+        neighbours = self._knn(bank, asked, ks) if ks else {}
+        for column in columns:
+            facts: dict[str, Any]
+            match column.measure:
+                case "knn_top1":
+                    assert column.k is not None
+                    facts = {"k": column.k, "temperature": KNN_TEMPERATURE}
+                    yield column, neighbours[column.k], facts
+                case "logistic_top1":
+                    facts = {"strengths": list(STRENGTHS)}
+                    yield column, self._logistic(bank, asked), facts
+                case "linear_top1":
+                    protocol = LINEAR["moco"]
+                    value = self._linear(copy.deepcopy(backbone), input, folder)
+                    yield column, value, {"name": protocol.name, "crop_size": input.size}
+
+    def _knn(self, bank: Features, asked: Features, ks: Sequence[int]) -> dict[int, float]:
+        assert bank.labels is not None
+        return knn_accuracy(
+            bank.vectors,
+            bank.labels,
+            asked.vectors,
+            asked.labels,
+            ks=ks,
+            temperature=KNN_TEMPERATURE,
+            device=self.device,
+        )
+
+    def _logistic(self, bank: Features, asked: Features) -> float:
+        """Of the best of a few strengths."""
+        assert bank.labels is not None
+        assert asked.labels is not None
+        labels, test_labels = bank.labels.to(self.device), asked.labels.to(self.device)
+        return max(
+            top_k(model.scores(asked.vectors), test_labels, 1)
+            for _, model in fit_path(bank.vectors, labels, int(labels.max()) + 1, STRENGTHS)
+        )
+
+    def _linear(self, backbone: nn.Module, input: InputConfig, folder: Path) -> float:
+        """By MoCo's settings; trained in a folder of its own, where it goes on if interrupted."""
+        protocol = LINEAR["moco"]
+        classifier = train_classifier(
+            backbone,
+            self.images.train,
+            protocol,
+            folder / f"linear-{input.central_size}",
+            {"name": protocol.name},
+            input=input,
+            fabric=self.fabric,
+        )
+        scores, labels = class_scores(
+            classifier.backbone, classifier.head, self.images.test, input=input, device=self.device
+        )
+        return top_k(scores, labels, 1)
+
+
+def lasting(config: Config) -> dict[str, Any]:
+    """The settings on which the weights depend, as they are read back from a file."""
+    settings = config.model_dump(mode="json", exclude={"run", "data", "monitor"})
+    for watching in ("log_every", "checkpoint_minutes"):
+        del settings["train"][watching]
+    return plain(settings)
+
+
+def bank_bytes(method: Method) -> int:
+    """What a method remembers beside its networks: banks, histories, queues."""
+    known = {id(buffer) for network in method.networks() for buffer in network.buffers()}
+    return sum(b.numel() * b.element_size() for b in method.buffers() if id(b) not in known)
+
+
+def parameters(backbone: nn.Module) -> int:
+    return sum(p.numel() for p in backbone.parameters())
