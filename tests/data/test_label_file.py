@@ -3,6 +3,7 @@
 import csv
 import io
 import tarfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,7 @@ class OneFile(Tree):
     def __init__(self, content: bytes) -> None:
         self._content = content
 
-    def images(self) -> list[str]:
+    def files(self, endings: Collection[str]) -> list[str]:
         return []
 
     def holds(self, path: str) -> bool:

@@ -116,7 +116,7 @@ class EncodedImages(ImageSet):
         paths: list[str],
         labels: Tensor | None,
         classes: tuple[str, ...] | None,
-        short_side: int,
+        short_side: int | None,
     ) -> None:
         self.name = name
         self.labels = labels

@@ -12,7 +12,7 @@ import os
 import tarfile
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import IO
 from weakref import WeakValueDictionary, finalize
@@ -39,9 +39,13 @@ _COMPRESSED: dict[bytes, Callable[[Path], io.BufferedIOBase]] = {
 class Tree(ABC):
     """A folder or an archive. Reading is safe from many threads at once."""
 
-    @abstractmethod
     def images(self) -> list[str]:
         """The paths of all images, relative to the top, with ``/`` and sorted."""
+        return self.files(IMAGE_EXTENSIONS)
+
+    @abstractmethod
+    def files(self, endings: Collection[str]) -> list[str]:
+        """The same of all files whose names have one of these endings."""
 
     @abstractmethod
     def holds(self, path: str) -> bool:
@@ -63,9 +67,9 @@ class FolderTree(Tree):
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def images(self) -> list[str]:
+    def files(self, endings: Collection[str]) -> list[str]:
         try:
-            return sorted(_images_below(str(self._root), ""))
+            return sorted(_files_below(str(self._root), "", endings))
         except OSError as error:
             raise UserError(
                 f"cannot list {printable(error.filename)}: {error.strerror}."
@@ -115,8 +119,8 @@ class TarTree(Tree):
                 f"(.tar, .tar.gz, .tar.xz or .tar.bz2): {str(error).rstrip('.')}."
             ) from error
 
-    def images(self) -> list[str]:
-        return sorted(filter(_is_image, self._places))
+    def files(self, endings: Collection[str]) -> list[str]:
+        return sorted(path for path in self._places if _ends_in(path, endings))
 
     def holds(self, path: str) -> bool:
         return path in self._places
@@ -141,16 +145,16 @@ def open_tar(path: Path) -> TarTree:
     return tree
 
 
-def _images_below(folder: str, inside: str) -> Iterator[str]:
-    """Image paths below ``folder``, each with ``inside`` in front."""
+def _files_below(folder: str, inside: str, endings: Collection[str]) -> Iterator[str]:
+    """Paths below ``folder``, each with ``inside`` in front."""
     with os.scandir(folder) as entries:
         for entry in entries:  # the kind of an entry comes with its name: no file is looked at
             if not _is_visible(entry.name):
                 continue
             if entry.is_dir():
                 if not (entry.is_symlink() and _contains(entry.path, folder)):
-                    yield from _images_below(entry.path, f"{inside}{entry.name}/")
-            elif _is_image(entry.name):
+                    yield from _files_below(entry.path, f"{inside}{entry.name}/", endings)
+            elif _ends_in(entry.name, endings):
                 yield inside + entry.name
 
 
@@ -185,8 +189,8 @@ def _is_visible(name: str) -> bool:
     return not name.startswith(".") and name != _NOT_DATA
 
 
-def _is_image(path: str) -> bool:
-    return path.rpartition(".")[2].lower() in IMAGE_EXTENSIONS
+def _ends_in(path: str, endings: Collection[str]) -> bool:
+    return path.rpartition(".")[2].lower() in endings
 
 
 def printable(text: str) -> str:
