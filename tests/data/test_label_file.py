@@ -142,7 +142,7 @@ class OneFile(Tree):
     def __init__(self, content: bytes) -> None:
         self._content = content
 
-    def files(self, endings: Collection[str]) -> list[str]:
+    def files(self, endings: Collection[str]) -> list[str]:  # noqa: ARG002
         return []
 
     def holds(self, path: str) -> bool:
