@@ -11,7 +11,7 @@ Images of different sizes share a batch by sitting top-left in a canvas as large
 import hashlib
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from itertools import count
 
@@ -35,6 +35,10 @@ __all__ = [
     "in_order",
     "preload",
 ]
+
+
+Order = Callable[[int, int, int], Tensor]
+"""The order of an epoch: a permutation, from the number of images, the seed and the epoch."""
 
 
 def epoch_order(images: int, seed: int, epoch: int) -> Tensor:
@@ -66,6 +70,7 @@ class Batches:
         parts: int = 1,
         readers: int = 8,
         preload_gib: float = 4.0,
+        order: Order = epoch_order,
         known_unreadable: Iterable[tuple[str, str]] = (),
         on_progress: Progress | None = None,
     ) -> None:
@@ -103,6 +108,7 @@ class Batches:
         self._seed = seed
         self._device = device
         self._readers = readers
+        self._order = order
         rows = np.arange(batch).reshape(parts, processes, -1)[:, rank]
         self.rows = rows.ravel()
         """Which of the global batch's images are this process's."""
@@ -128,7 +134,7 @@ class Batches:
         first_epoch, first_batch = divmod(step, self.steps_per_epoch)
         rows = torch.from_numpy(self.rows)
         for epoch in count(first_epoch):
-            order = epoch_order(len(self.images), self._seed, epoch)
+            order = self._order(len(self.images), self._seed, epoch)
             for batch in range(first_batch, self.steps_per_epoch):
                 yield order[batch * self._batch + rows]
             first_batch = 0

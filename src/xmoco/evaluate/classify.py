@@ -6,7 +6,6 @@ the loop that pre-training has, and ``class_scores`` lets the result judge other
 
 import dataclasses
 import math
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -20,25 +19,19 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from xmoco.config import AugmentationConfig, InputConfig, SGDConfig
-from xmoco.data import Batch, Batches, ImageSet, Unreadable, in_order
+from xmoco.data import Batch, ImageSet, Unreadable, in_order
 from xmoco.data.batches import Progress
 from xmoco.data.views import ViewGroup, central, views_of
 from xmoco.errors import UserError
 from xmoco.nn.backbones import feature_size
 from xmoco.task import Moment, ParamGroup, StepOutput, Task, Values
-from xmoco.train.engine import on_first
-from xmoco.train.loop import Callback, Plan, Training
-from xmoco.train.run_folder import RunFolder, plain
+from xmoco.train.in_folder import OnStep, Told, train_in_folder
+from xmoco.train.loop import Plan
 
 MOMENTUM = 0.9
 HEAD_STD = 0.01
 TEST_BATCH = 256
 CROPS_AND_FLIPS = AugmentationConfig(crop_scale=(0.08, 1.0), jitter=0.0, grey=0.0, blur=0.0)
-
-OnStep = Callable[[int, int, float | None], None]
-"""Told the steps done, their total and the loss, now and then; before the first step, no loss."""
-TELL_AFTER = 2.0
-"""Seconds: where steps are slow, each is told of."""
 
 
 @dataclass(frozen=True)
@@ -219,37 +212,23 @@ def train_classifier(
     those of the first are kept.
     """
     batch = _batch(train, protocol, fabric.world_size)
-    on_first(fabric, lambda: RunFolder.holds(folder, settings))
     classifier = Classifier(backbone, len(train.classes or ()), protocol, input, seed)
     before = _copy(backbone) if protocol.frozen else None
-    batches = Batches(
+    train_in_folder(
+        classifier,
         train,
+        lambda steps_per_epoch: _plan(protocol, batch, steps_per_epoch, seed),
+        folder,
+        settings,
+        what="classifier",
         batch=batch,
         seed=seed,
-        device=fabric.device,
-        rank=fabric.global_rank,
-        processes=fabric.world_size,
+        fabric=fabric,
         readers=readers,
-        known_unreadable=RunFolder(folder).unreadable(),
+        command=command,
+        say=say,
+        told=lambda training: Told(training, on_step),
     )
-    run = on_first(fabric, lambda: RunFolder.begun(folder, settings))
-    on_first(fabric, run.lock)
-    try:
-        training = Training(
-            _plan(protocol, batch, batches.steps_per_epoch, seed),
-            fabric,
-            classifier,
-            batches,
-            run,
-            identity=plain(settings),
-            resume_command=command,
-        )
-        if training.restore() and say is not None:
-            say(_going_on(training))
-        if not training.finished:
-            _train(training, train, on_step)
-    finally:
-        run.unlock()
     if before is not None:
         _check_unchanged(backbone, before)
     return classifier
@@ -284,56 +263,6 @@ def _plan(protocol: TrainingProtocol, batch: int, steps_per_epoch: int, seed: in
         optim=optim,
         learning_rate=lambda clock: protocol.factor(clock.done),
     )
-
-
-def _train(training: Training, images: ImageSet, on_step: OnStep | None) -> None:
-    fabric, run = training.fabric, training.run
-    if not fabric.is_global_zero:
-        training.train(Callback())
-        return
-    run.forget_after(training.step)
-    run.write_environment(device=str(fabric.device), processes=fabric.world_size)
-    run.log(
-        f"{training.task.title} on {images.name}: {len(images):,} images, batch "
-        f"{training.plan.batch}, {fabric.world_size} × {fabric.device.type}, from step "
-        f"{training.step} of {training.total_steps}"
-    )
-    with _Told(training, on_step) as callback:
-        training.train(callback)
-
-
-def _going_on(training: Training) -> str:
-    where, step, total = training.run.path, training.step, training.total_steps
-    if training.finished:
-        return f"{where} holds the finished classifier, which is judged without training it again."
-    return f"going on in {where} after step {step} of {total}."
-
-
-class _Told(Callback):
-    """Writes values into the run folder, and tells how far it is."""
-
-    def __init__(self, training: Training, on_step: OnStep | None) -> None:
-        self.training = training
-        self.listener = on_step
-        self.loss: float | None = None
-
-    def __enter__(self) -> Self:
-        self._tell(self.training.step)
-        return self
-
-    def on_step(self, step: int) -> None:
-        if time.monotonic() > self.told + TELL_AFTER:
-            self._tell(step)
-
-    def on_values(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
-        self.training.run.add_values(step, epoch, values)
-        self.loss = values["loss"]
-        self._tell(step)
-
-    def _tell(self, step: int) -> None:
-        self.told = time.monotonic()
-        if self.listener is not None:
-            self.listener(step, self.training.total_steps, self.loss)
 
 
 @torch.no_grad()

@@ -16,11 +16,12 @@ from xmoco.data.fingerprint import tensors_digest
 from xmoco.data.transfer_sets import check_classes
 from xmoco.errors import UserError
 from xmoco.evaluate.cache import cached_features
-from xmoco.evaluate.classify import Classifier, OnStep, class_scores
+from xmoco.evaluate.classify import Classifier, class_scores
 from xmoco.evaluate.features import Features
 from xmoco.nn.weights import Weights, load_weights
 from xmoco.records import Record
 from xmoco.train.engine import build_fabric
+from xmoco.train.in_folder import OnStep
 
 Rgb = tuple[float, float, float]
 SIZES = range(8, 1025)

@@ -203,16 +203,29 @@ class Training:
     def advance(self, stream: Iterator[Batch], with_metrics: bool = False) -> StepOutput:
         """Take the next batch and one step of the optimiser."""
         inputs = self.inputs(self._next(stream), self.step)
-        self._seed_layers()
+        self._seed_layers(self.step)
         step = self.stepper(inputs, self.clock(self.step), with_metrics)
         self.step += 1
         if self.stepper.news:
             self.run.log(self.stepper.news.pop())
         return step
 
-    def _seed_layers(self) -> None:
+    @torch.no_grad()
+    def look_on(self, passes: int, before: Callable[[int], None]) -> None:
+        """Forward passes over the batches that would come next, from which nothing is learnt;
+        ``before`` each, its number is told, from 1."""
+        self.task.train()
+        with closing(self.batches.from_step(self.step)) as stream:
+            for number in range(1, passes + 1):
+                before(number)
+                step = self.step + number - 1
+                inputs = self.inputs(self._next(stream), step)
+                self._seed_layers(step)
+                self.stepper.model(inputs, self.stepper.values.at(self.clock(step)), False)
+
+    def _seed_layers(self, step: int) -> None:
         """What layers draw (dropout, stochastic depth) is a function of seed, step and process."""
-        words = f"layers {self.plan.seed} {self.step} {self.fabric.global_rank}"
+        words = f"layers {self.plan.seed} {step} {self.fabric.global_rank}"
         digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "big")
         torch.default_generator.manual_seed(seed)  # torch.manual_seed takes a hundred times as long
