@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--held-out", action="store_true", help="do not look at the test images")
     parser.add_argument("--share", type=float, default=0.2, help="that is held out")
     parser.add_argument("--linear", action="store_true", help="also a linear classifier (slow)")
+    parser.add_argument("--runs", type=Path, help="keep runs here, so that one goes on if stopped")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_intermixed_args()
 
@@ -116,7 +117,7 @@ def attempt(
             found = bench.attempt(
                 trial,
                 [COLUMNS[name] for name in names],
-                RunFolder(Path(folder)),
+                RunFolder(kept_run(options, trial) or Path(folder)),
                 sizes=sorted({input.size, input.central_size}),
             )
     except DivergedError as error:
@@ -127,6 +128,15 @@ def attempt(
     append_records(path, found)
     values = ", ".join(f"{label(record)} {record.value:.2f}" for record in found)
     print(f"{entry.name} [{entry.changes}] seed {trial.seed}: {values}", flush=True)
+
+
+def kept_run(options: argparse.Namespace, trial: Trial) -> Path | None:
+    """Where the run of a trial is kept: runs of other settings lie elsewhere."""
+    if options.runs is None:
+        return None
+    folder = Path(options.runs) / f"{digest(trial.config)}-{trial.seed}"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def label(record: Record | Kept) -> str:

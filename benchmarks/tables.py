@@ -284,8 +284,9 @@ def comparison_tables(place: Place) -> str:
     tables = []
     for file in [*place.files("compare-*.jsonl"), *place.files("trials-*.jsonl")]:
         for alike in grouped(read_records(file, AnyRecord), compared_with):
-            work, split, size = compared_with(alike[0])
-            lead = f"**{work}, judged at {size} px on {JUDGED_ON.get(split, 'images ' + split)}**"
+            work, split, size, recipe = compared_with(alike[0])
+            judged = JUDGED_ON.get(split, "images " + split)
+            lead = f"**{work}, judged at {size} px on {judged}; recipe {recipe}**"
             tables += [lead, comparison_table(place, file, alike)]
     heading = "## How do settings compare, over seeds?"
     return "\n\n".join([heading, COMPARED_SAY, *tables] if tables else [])
@@ -297,9 +298,10 @@ JUDGED_ON = {
 }
 
 
-def compared_with(record: AnyRecord) -> tuple[str, str, int]:
-    """What records must share to stand in one table."""
-    return record.work, record.protocol["split"], record.protocol["size"]
+def compared_with(record: AnyRecord) -> tuple[str, str, int, str]:
+    """What records must share to stand in one table: changes are told from one recipe."""
+    protocol = record.protocol
+    return record.work, protocol["split"], protocol["size"], protocol["recipe_digest"]
 
 
 def comparison_table(place: Place, file: Path, records: Sequence[AnyRecord]) -> str:
@@ -325,8 +327,10 @@ def comparison_table(place: Place, file: Path, records: Sequence[AnyRecord]) -> 
 
 def measured_by(record: AnyRecord) -> str:
     words = {"knn_top1": "kNN", "logistic_top1": "logistic", "linear_top1": "linear"}
-    k = record.protocol.get("k")
-    return words.get(record.measure, record.measure) + (f", k {k}" if k else "")
+    name, k = words.get(record.measure, record.measure), record.protocol.get("k")
+    if record.measure == "logistic_top1" and "strength_chosen_on" not in record.protocol:
+        return f"{name}, best of {len(record.protocol['strengths'])} penalties"
+    return name + (f", k {k}" if k else "")
 
 
 def over_seeds(records: Sequence[AnyRecord]) -> str:

@@ -86,8 +86,8 @@ def check_splits(data: str) -> None:
 
 
 def digest(config: Config) -> str:
-    """Of the settings. Those that are not set take no part: there was a time without them."""
-    text = config.model_dump_json(exclude_none=True)
+    """Of the settings. Those at their defaults take no part: there was a time without them."""
+    text = config.model_dump_json(exclude_defaults=True)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 

@@ -9,9 +9,17 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from helpers import make_images, write_recipe
+from xmoco.config import RunConfig
+from xmoco.data.imagesets import ArrayImages
 from xmoco.evaluate.classify import LINEAR
+from xmoco.evaluate.features import Features
+from xmoco.evaluate.logistic import fit
+from xmoco.tables.bench import Bench, Images
+from xmoco.train.engine import build_fabric
+from xmoco.train.loop import Training
 
 Compare = Callable[..., list[dict[str, Any]]]
 
@@ -84,3 +92,43 @@ def test_mistakes_are_told_before_anything_is_trained(compare: Compare) -> None:
         compare("method=mocov2plus")
     with pytest.raises(Exception, match="unknown key 'bank'"):
         compare("ours: bank=3")
+
+
+def test_a_stopped_run_goes_on(
+    compare: Compare, program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    judged = Bench._judged
+
+    def fails(*arguments: Any) -> None:
+        raise RuntimeError("the machine went away")
+
+    monkeypatch.setattr(Bench, "_judged", fails)
+    with pytest.raises(RuntimeError, match="went away"):
+        compare("ours:", "--runs", "kept")
+    (run,) = (tmp_path / "kept").iterdir()
+    assert list((run / "checkpoints").iterdir())
+    monkeypatch.setattr(Bench, "_judged", judged)
+    monkeypatch.setattr(Training, "advance", fails)  # no step is taken twice
+    assert {r["seed"] for r in compare("ours:", "--runs", "kept")} == {0}
+
+
+def test_the_penalty_is_not_chosen_by_the_images_that_are_judged(monkeypatch: Any) -> None:
+    """Labels of judged images that are wrong change what is found, not the penalty."""
+    torch.manual_seed(0)
+    labels = torch.arange(60) % 3
+    vectors = torch.randn(60, 8) + 2 * torch.nn.functional.one_hot(labels, 8)
+    images = ArrayImages("noise", torch.zeros(60, 3, 2, 2, dtype=torch.uint8), labels, tuple("abc"))
+    bench = Bench(build_fabric(RunConfig(device="cpu")), Images(images, images, ""))
+    strengths = []
+
+    def noted(*arguments: Any) -> Any:
+        strengths.append(arguments[-1])
+        return fit(*arguments)
+
+    monkeypatch.setattr("xmoco.tables.bench.fit", noted)
+    bank = Features(vectors, labels)
+    right = bench._logistic(bank, Features(vectors, labels))
+    wrong = bench._logistic(bank, Features(vectors, (labels + 1) % 3))
+    assert right > 80
+    assert wrong < 20
+    assert strengths[0] == strengths[1]

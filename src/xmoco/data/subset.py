@@ -129,8 +129,14 @@ def held_out(images: ImageSet, share: float) -> tuple[ImageSet, ImageSet]:
                 f"{images.name} has a single image of class {name}, which cannot be both trained "
                 "on and held out for validation; add images of it, or remove the class."
             )
+    kept, chosen = held_out_positions(images, share)
+    return taken(images, kept), taken(images, chosen)
+
+
+def held_out_positions(images: ImageSet, share: float) -> tuple[Tensor, Tensor]:
+    """The positions of the images that ``held_out`` keeps, and of those it holds out."""
     chosen, others = _parted_by_rank(images, lambda members: max(1, round(share * members)))
-    return taken(images, others), taken(images, chosen)
+    return others, chosen
 
 
 def taken(images: ImageSet, positions: Tensor) -> ImageSet:
