@@ -376,6 +376,7 @@ def _copy(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _check_unchanged(module: nn.Module, before: dict[str, Tensor]) -> None:
-    changed = [n for n, value in module.state_dict().items() if not torch.equal(value, before[n])]
+    now = {name: value.to(before[name].device) for name, value in module.state_dict().items()}
+    changed = [name for name, value in now.items() if not torch.equal(value, before[name])]
     if changed:
         raise RuntimeError(f"the frozen backbone changed in training: {changed[:3]}")
