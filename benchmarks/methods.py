@@ -33,6 +33,9 @@ SETTINGS = {
     # part from the start, and codes are sharper than for large batches.
     "swav": "prototypes=100 freeze_prototypes_epochs=0.2 queue_length=512 queue_from_epoch=0 "
     "epsilon=0.03",
+    "ressl": "",
+    "sce": "",
+    "co2": "",
 }
 UNTRAINED = "untrained"
 FILE = "methods.jsonl"

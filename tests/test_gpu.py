@@ -46,6 +46,9 @@ METHODS = {
     "byol": "method=byol predictor_hidden=32 key_momentum=0.5",
     "swav, queue": f"{SWAV} queue_length=32 queue_from_epoch={AFTER}",
     "swav, small crops": f"{SWAV} local_crops=3 local_size=12",
+    "ressl": f"method=ressl {BANKS}",
+    "sce": f"method=sce {BANKS} symmetric=true",
+    "co2": f"method=co2 {BANKS} agreement_warmup_epochs=2",
     "lars": f"{BANKS} optim=lars learning_rate=16 trust=0.02",
     "adamw": f"{BANKS} optim=adamw learning_rate=0.016",
 }

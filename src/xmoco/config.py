@@ -229,6 +229,16 @@ class MoCoConfig(MomentumEncoderConfig):
     )
 
 
+class DirectedConfig(MoCoConfig):
+    """Settings of methods whose queries meet keys in one direction, as published, or in both."""
+
+    symmetric: bool = Field(
+        False,
+        description="Whether both sides of an image have queries and keys, each meeting the "
+        "other's; else one view makes queries and another one keys.",
+    )
+
+
 class XMoCoConfig(MoCoConfig):
     name: Literal["xmoco"] = Field("xmoco", description="Extended momentum contrast.")
     sharpness: float = Field(2.0, gt=0, description="λ: how closely labels follow similarities.")
@@ -268,6 +278,50 @@ class XMoCoConfig(MoCoConfig):
 class MoCoV2PlusConfig(MoCoConfig):
     name: Literal["mocov2plus"] = Field(
         "mocov2plus", description="MoCo v2 with symmetric InfoNCE and two banks."
+    )
+
+
+class ReSSLConfig(DirectedConfig):
+    name: Literal["ressl"] = Field(
+        "ressl", description="A query is as similar to past keys as its own key is; no positive."
+    )
+    temperature: float = Field(0.1, gt=0, description="τ of the queries' similarities.")
+    key_temperature: float = Field(
+        0.04, gt=0, description="τ of the keys' similarities, which queries are to have."
+    )
+    weak_keys: bool = Field(
+        True, description="Keys are of views made by `weak_views`, as in ReSSL's paper."
+    )
+
+
+class SCEConfig(DirectedConfig):
+    name: Literal["sce"] = Field(
+        "sce", description="One-hot labels mixed with the similarities of the key to past keys."
+    )
+    temperature: float = Field(0.1, gt=0, description="τ of the queries' similarities.")
+    key_temperature: float = Field(
+        0.05, gt=0, description="τ of the keys' similarities, which are part of the labels."
+    )
+    positive_share: Probability = Field(
+        0.5, description="Share of a label given to the positive; 1: InfoNCE."
+    )
+    weak_keys: bool = Field(
+        True, description="Keys are of views made by `weak_views`, as in SCE's paper."
+    )
+
+
+class CO2Config(DirectedConfig):
+    name: Literal["co2"] = Field(
+        "co2", description="InfoNCE, and a query agrees with its key on all negatives."
+    )
+    agreement_weight: float = Field(
+        0.3, ge=0, description="α: weight of the divergence of a query and its key; 0: none."
+    )
+    agreement_warmup_epochs: float = Field(
+        0.0, ge=0, description="Epochs over which that weight rises linearly from 0."
+    )
+    agreement_temperature: float = Field(
+        0.05, gt=0, description="τ of the similarities to the negatives that are to agree."
     )
 
 
@@ -410,7 +464,16 @@ class RunConfig(Section):
     )
 
 
-MethodConfig = XMoCoConfig | MoCoV2PlusConfig | SimCLRConfig | BYOLConfig | SwAVConfig
+MethodConfig = (
+    XMoCoConfig
+    | MoCoV2PlusConfig
+    | SimCLRConfig
+    | BYOLConfig
+    | SwAVConfig
+    | ReSSLConfig
+    | SCEConfig
+    | CO2Config
+)
 OptimConfig = SGDConfig | LARSConfig | AdamWConfig
 
 

@@ -98,6 +98,16 @@ def rising(start: float, end: float | None) -> Schedule:
     return Constant(start) if end is None or end == start else HalfCosine(start, end)
 
 
+def warmed_up(value: float, epochs: float) -> Schedule:
+    """Constant where there are no epochs over which it rises from 0."""
+    return LinearRise(value, epochs) if epochs else Constant(value)
+
+
+def scaled(term: Tensor, weight: Value) -> Tensor:
+    """A term of a loss times its weight at a step, in the term's precision."""
+    return term * (weight.to(term.dtype) if isinstance(weight, Tensor) else weight)
+
+
 class ScheduledValues:
     """The values of schedules at a step.
 

@@ -8,7 +8,10 @@ import torch
 from torch.testing import assert_close
 from toys import (
     BATCH,
+    METHODS,
+    MOCO,
     PLAIN,
+    XMOCO,
     assert_same_state,
     built,
     copied,
@@ -16,6 +19,7 @@ from toys import (
     trainable,
     two_views,
     values,
+    views_for,
 )
 
 from helpers import TINY_SPLIT
@@ -36,18 +40,8 @@ from xmoco.methods.simclr import SimCLR
 from xmoco.methods.swav import SwAV
 from xmoco.methods.xmoco import XMoCo
 
-XMOCO = XMoCoConfig(bank_length=24, key_momentum=0.9)
-MOCO = MoCoV2PlusConfig(bank_length=24, key_momentum=0.9)
-METHODS: dict[str, MethodConfig] = {
-    "xmoco": XMOCO,
-    "mocov2plus": MOCO,
-    "simclr": SimCLRConfig(),
-    "byol": BYOLConfig(key_momentum=0.9, key_momentum_end=None, predictor_hidden=24),
-    "swav": SwAVConfig(
-        prototypes=7, queue_length=24, queue_from_epoch=0.5, freeze_prototypes_epochs=0.25
-    ),
-}
-MOMENTUM = ("xmoco", "mocov2plus", "byol")
+BANKS = ("xmoco", "mocov2plus", "ressl", "sce", "co2")
+MOMENTUM = (*BANKS, "byol")
 SIDES = {"source", "target"}
 TERMS = {
     "xmoco": {f"{term}_{side}" for term in ("labels", "consistency") for side in SIDES},
@@ -55,6 +49,9 @@ TERMS = {
     "simclr": set(),
     "byol": SIDES,
     "swav": set(),
+    "ressl": set(),
+    "sce": set(),
+    "co2": {"contrast", "agreement"},
 }
 METRICS = {"feature_spread", "effective_rank"}
 CONTRAST_METRICS = {"positive_probability", "consistency_gap"}
@@ -122,14 +119,14 @@ def test_build_method_passes_every_setting_on() -> None:
 @each_norm
 def test_a_step_tells_loss_and_terms_and_metrics_when_asked(name: str, model: ModelConfig) -> None:
     method = built(METHODS[name], model)
-    loss, terms, metrics = method(two_views(0), values(method))
+    loss, terms, metrics = method(views_for(method, 0), values(method))
     assert loss.shape == ()
     assert loss.requires_grad
     assert set(terms) == TERMS[name]
     if terms:
         assert_close(loss, torch.stack(list(terms.values())).sum())
     assert metrics == {}
-    metrics = method(two_views(1), values(method, 1), with_metrics=True).metrics
+    metrics = method(views_for(method, 1), values(method, 1), with_metrics=True).metrics
     contrast = CONTRAST_METRICS if name in ("xmoco", "mocov2plus") else set()
     assert set(metrics) == METRICS | contrast | ({"label_entropy"} if name == "xmoco" else set())
     for metric in metrics.values():
@@ -142,8 +139,8 @@ def test_a_step_tells_loss_and_terms_and_metrics_when_asked(name: str, model: Mo
 def test_measuring_does_not_change_the_step(name: str) -> None:
     one, other = built(METHODS[name]), built(METHODS[name])
     for step in range(3):
-        measured = one(two_views(step), values(one, step), with_metrics=True).loss
-        assert torch.equal(measured, other(two_views(step), values(other, step)).loss)
+        measured = one(views_for(one, step), values(one, step), with_metrics=True).loss
+        assert torch.equal(measured, other(views_for(other, step), values(other, step)).loss)
     assert_same_state(one, other.state_dict())
 
 
@@ -159,7 +156,7 @@ def test_only_what_learns_gets_gradients(name: str) -> None:
         id(p) for p in trainable(method).values()
     }
     for step in range(3):  # the last with a full history
-        method(two_views(step), values(method, step)).loss.backward()
+        method(views_for(method, step), values(method, step)).loss.backward()
     for key, parameter in method.named_parameters():
         assert (parameter.grad is not None) == key.startswith(prefixes), key
         if parameter.grad is not None:
@@ -181,7 +178,7 @@ def test_after_a_step_the_momentum_encoder_follows(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "memory"), [("xmoco", "bank"), ("mocov2plus", "bank"), ("swav", "queue")]
+    ("name", "memory"), [*((name, "bank") for name in BANKS), ("swav", "queue")]
 )
 def test_memories_fill_step_by_step(name: str, memory: str) -> None:
     method = built(METHODS[name])
@@ -256,7 +253,7 @@ def test_eval_mode_changes_nothing(name: str) -> None:
     train(method, range(2))
     before = copied(method.state_dict())
     method.eval()
-    first, second = (method(two_views(3), values(method, 3)).loss for _ in range(2))
+    first, second = (method(views_for(method, 3), values(method, 3)).loss for _ in range(2))
     assert torch.equal(first, second)
     assert_same_state(method, before)
 
@@ -292,14 +289,15 @@ def test_a_rising_weight_of_consistency_reaches_the_loss() -> None:
     method = built(XMOCO.model_copy(update=rising))
     weights = [values(method, step)["consistency_weight"] for step in (0, 2, 4, 8, 20)]
     assert weights == [0, 0.125, 0.25, 0.5, 0.5]
-    loss, terms, _ = method(two_views(0), values(method, 2))
+    loss, terms, _ = method(views_for(method, 0), values(method, 2))
     labels = terms["labels_source"] + terms["labels_target"]
     agreement = terms["consistency_source"] + terms["consistency_target"]
     assert_close(loss, labels + 0.125 * agreement)
 
 
 def test_levels_that_losses_are_compared_with() -> None:
-    chance = {"xmoco": math.log(25), "mocov2plus": math.log(25), "swav": math.log(7)}
+    chance = dict.fromkeys(("xmoco", "mocov2plus", "sce", "co2"), math.log(25))
+    chance |= {"swav": math.log(7), "ressl": math.log(24)}
     for name, level in chance.items():
         assert built(METHODS[name]).reference_levels() == {"chance": level}
     # The default batch of 512 makes 1,023 other views.
@@ -309,7 +307,7 @@ def test_levels_that_losses_are_compared_with() -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("xmoco", "lower bank_length"), ("mocov2plus", "lower bank_length"), ("swav", "queue_length")],
+    [*((name, "lower bank_length") for name in BANKS), ("swav", "queue_length")],
 )
 def test_a_memory_longer_than_the_set_is_warned_of(name: str, words: str) -> None:
     method = built(METHODS[name])
@@ -322,12 +320,12 @@ def test_a_memory_longer_than_the_set_is_warned_of(name: str, words: str) -> Non
 
 def test_who_hides_keys_from_batch_statistics() -> None:
     hiding = {name for name, settings in METHODS.items() if built(settings).hides_keys}
-    assert hiding == {"xmoco", "mocov2plus"}
+    assert hiding == set(BANKS)
 
 
 def test_titles_are_the_methods_names() -> None:
     titles = [built(settings).title for settings in METHODS.values()]
-    assert titles == ["XMoCo", "MoCo v2+", "SimCLR", "BYOL", "SwAV"]
+    assert titles == ["XMoCo", "MoCo v2+", "SimCLR", "BYOL", "SwAV", "ReSSL", "SCE", "CO2"]
 
 
 # What is not in the paper, and off unless asked for
@@ -351,7 +349,7 @@ def test_weak_keys_are_of_views_of_their_own() -> None:
 def test_a_predictor_stands_between_queries_and_keys() -> None:
     method = built(XMOCO.model_copy(update={"predictor_hidden": 12}))
     assert any(name.startswith("predictor.") for name in trainable(method))
-    method(two_views(0), values(method)).loss.backward()
+    method(views_for(method, 0), values(method)).loss.backward()
     for name, parameter in trainable(method).items():
         assert parameter.grad is not None, name
         assert parameter.grad.any(), name

@@ -5,9 +5,37 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from helpers import TINY_SPLIT
-from xmoco.config import Config, MethodConfig, ModelConfig
+from xmoco.config import (
+    BYOLConfig,
+    CO2Config,
+    Config,
+    MethodConfig,
+    MoCoV2PlusConfig,
+    ModelConfig,
+    ReSSLConfig,
+    SCEConfig,
+    SimCLRConfig,
+    SwAVConfig,
+    XMoCoConfig,
+)
 from xmoco.methods import Method, build_method
 from xmoco.schedules import Clock, ScheduledValues, Value
+
+XMOCO = XMoCoConfig(bank_length=24, key_momentum=0.9)
+MOCO = MoCoV2PlusConfig(bank_length=24, key_momentum=0.9)
+METHODS: dict[str, MethodConfig] = {
+    "xmoco": XMOCO,
+    "mocov2plus": MOCO,
+    "simclr": SimCLRConfig(),
+    "byol": BYOLConfig(key_momentum=0.9, key_momentum_end=None, predictor_hidden=24),
+    "swav": SwAVConfig(
+        prototypes=7, queue_length=24, queue_from_epoch=0.5, freeze_prototypes_epochs=0.25
+    ),
+    "ressl": ReSSLConfig(bank_length=24, key_momentum=0.9),
+    "sce": SCEConfig(bank_length=24, key_momentum=0.9),
+    "co2": CO2Config(bank_length=24, key_momentum=0.9, agreement_weight=1.0),
+}
+"""Every method, small."""
 
 PLAIN = TINY_SPLIT.model_copy(update={"batch_norm": "plain"})
 BATCH = 16
@@ -19,11 +47,11 @@ def built(settings: MethodConfig, model: ModelConfig = TINY_SPLIT, seed: int = 0
     return build_method(Config(model=model, method=settings))
 
 
-def two_views(step: int) -> list[Tensor]:
-    """Two noisy looks at random images of 8×8, made of four large pixels."""
+def two_views(step: int, count: int = 2) -> list[Tensor]:
+    """Two noisy looks, or more, at random images of 8×8, made of four large pixels."""
     generator = torch.Generator().manual_seed(step)
     images = F.interpolate(torch.randn(BATCH, 3, 2, 2, generator=generator), 8)
-    return [images + 0.2 * torch.randn(images.shape, generator=generator) for _ in range(2)]
+    return [images + 0.2 * torch.randn(images.shape, generator=generator) for _ in range(count)]
 
 
 def six_views(step: int) -> list[Tensor]:
@@ -35,6 +63,14 @@ def six_views(step: int) -> list[Tensor]:
         *full,
         *(view + 0.2 * torch.randn(view.shape, generator=generator) for view in small),
     ]
+
+
+def views_for(method: Method, step: int) -> list[Tensor]:
+    """As many as the method asks for."""
+    full, *others = (group.input.size for group in method.views)
+    if any(size != full for size in others):
+        return six_views(step)
+    return two_views(step, sum(group.count for group in method.views))
 
 
 def values(method: Method, step: int = 0) -> dict[str, Value]:
@@ -49,13 +85,12 @@ def trainable(method: Method) -> dict[str, Tensor]:
 def train(method: Method, steps: range, rate: float = 0.05) -> list[float]:
     """What the loop does. (A momentum buffer would be the loop's to save; here there is none.)"""
     optimiser = torch.optim.SGD(trainable(method).values(), lr=rate)
-    views_of = two_views if len(method.views) == 1 else six_views
     losses = []
     for step in steps:
         at = values(method, step)
         optimiser.zero_grad()
         precision = next(method.parameters()).dtype
-        loss = method([view.to(precision) for view in views_of(step)], at).loss
+        loss = method([view.to(precision) for view in views_for(method, step)], at).loss
         loss.backward()
         method.before_update(at)
         optimiser.step()

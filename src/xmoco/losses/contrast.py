@@ -13,18 +13,22 @@ from torch import Tensor
 
 from xmoco.losses.bank import KeyBanks
 from xmoco.losses.infonce import infonce
-from xmoco.losses.similarity import cross_entropy, crossed_similarities, precise
+from xmoco.losses.similarity import (
+    bank_similarities,
+    cross_entropy,
+    crossed_similarities,
+    precise,
+)
 
 
 @dataclass
-class Contrast:
-    """A side: log P and P (N, 1+K) are the similarities of its queries to their keys and a bank.
+class Similarities:
+    """log P and P (N, K): how similar queries are to the keys of a bank.
 
     Where autograd already follows log P, its cross entropies are left to it.
     """
 
     queries: Tensor
-    keys: Tensor
     bank: Tensor
     temperature: float
     log_p: Tensor
@@ -35,30 +39,49 @@ class Contrast:
 
     def cross_entropy(self, target: Tensor) -> Tensor:
         """Mean over rows of CE(target, P)."""
-        value = cross_entropy(target, self.log_p)
-        return value if self._left_to_autograd else self._pulled(value, self.p - target)
+        return self.pulled(cross_entropy(target, self.log_p), self.p - target)
 
-    def infonce(self) -> Tensor:
-        """The same for one-hot targets on the positives."""
-        value = infonce(self.log_p)
-        if self._left_to_autograd:
+    def pulled(self, value: Tensor, excess: Tensor) -> Tensor:
+        """``value``, a mean over rows, with its gradient by the queries.
+
+        ``excess`` (of the shape of P) are the derivatives of the rows by their logits, for cross
+        entropies P − target.
+        """
+        if self.log_p.requires_grad or not torch.is_grad_enabled():
             return value
-        excess = self.p.clone()
-        excess[:, 0] -= 1
-        return self._pulled(value, excess)
-
-    @property
-    def _left_to_autograd(self) -> bool:
-        return self.log_p.requires_grad or not torch.is_grad_enabled()
-
-    def _pulled(self, value: Tensor, excess: Tensor) -> Tensor:
-        """``value`` with its gradient by the queries, where ``excess`` is P − target."""
         with torch.no_grad(), torch.autocast(excess.device.type, enabled=False):
-            gradient = excess[:, 1:] @ self.bank.to(excess.dtype)
-            gradient += excess[:, :1] * self.keys.to(excess.dtype)
-            gradient /= len(excess) * self.temperature
+            gradient = self._gradient(excess) / (len(excess) * self.temperature)
         result: Tensor = _KnownGradient.apply(precise(self.queries), value, gradient)
         return result
+
+    def _gradient(self, excess: Tensor) -> Tensor:
+        return excess @ self.bank.to(excess.dtype)
+
+
+@dataclass
+class Contrast(Similarities):
+    """With a positive in front: log P and P (N, 1+K) are the similarities to one's own key and to
+    those of a bank."""
+
+    keys: Tensor
+
+    def infonce(self) -> Tensor:
+        """The cross entropy with one-hot targets on the positives."""
+        excess = self.p.clone()
+        excess[:, 0] -= 1
+        return self.pulled(infonce(self.log_p), excess)
+
+    def among_negatives(self, temperature: float) -> Similarities:
+        """The same without the positives, at another temperature."""
+        with torch.set_grad_enabled(self.log_p.requires_grad):
+            logits = self.log_p[:, 1:] * (self.temperature / temperature)  # up to a row's constant
+            log_p = logits.log_softmax(dim=1)
+        return Similarities(self.queries, self.bank, temperature, log_p)
+
+    def _gradient(self, excess: Tensor) -> Tensor:
+        gradient = excess[:, 1:] @ self.bank.to(excess.dtype)
+        gradient += excess[:, :1] * self.keys.to(excess.dtype)
+        return gradient
 
 
 def checked_temperature(temperature: float) -> float:
@@ -88,17 +111,28 @@ def crossed(
                 f"{name} has shape {tuple(features.shape)}, expected {expected}: one row per "
                 "image of the batch, as long as feature_size."
             )
-    bank_s, bank_t = banks.source, banks.target
+    return (
+        contrast(q_s, k_t, banks.target, temperature, plain),
+        contrast(q_t, k_s, banks.source, temperature, plain),
+    )
+
+
+def contrast(
+    queries: Tensor, keys: Tensor, bank: Tensor, temperature: float, plain: bool = False
+) -> Contrast:
+    """Queries over their keys and a bank; ``plain`` as in ``crossed``."""
     followed = plain and torch.is_grad_enabled()
     if followed:
-        bank_s, bank_t = bank_s.clone(), bank_t.clone()
+        bank = bank.clone()
     with torch.set_grad_enabled(followed):
-        log_p_s = crossed_similarities(q_s, k_t, bank_t, temperature)
-        log_p_t = crossed_similarities(q_t, k_s, bank_s, temperature)
-    return (
-        Contrast(q_s, k_t, bank_t, temperature, log_p_s),
-        Contrast(q_t, k_s, bank_s, temperature, log_p_t),
-    )
+        log_p = crossed_similarities(queries, keys, bank, temperature)
+    return Contrast(queries, bank, temperature, log_p, keys)
+
+
+def similarities(queries: Tensor, bank: Tensor, temperature: float) -> Similarities:
+    """Queries over a bank alone."""
+    log_p = bank_similarities(queries, bank, temperature)
+    return Similarities(queries, bank, temperature, log_p)
 
 
 class _KnownGradient(torch.autograd.Function):

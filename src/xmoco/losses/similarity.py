@@ -24,16 +24,21 @@ def crossed_similarities(queries: Tensor, keys: Tensor, bank: Tensor, temperatur
 
 
 @torch.no_grad()
+def bank_similarities(queries: Tensor, bank: Tensor, temperature: float) -> Tensor:
+    """log P of shape (N, K): the same over a bank alone, without positives or gradients."""
+    queries = precise(queries)
+    with torch.autocast(queries.device.type, enabled=False):
+        return (queries @ bank.to(queries.dtype).T).div_(temperature).log_softmax(dim=1)
+
+
+@torch.no_grad()
 def past_similarities(queries: Tensor, slots: Tensor, bank: Tensor, temperature: float) -> Tensor:
     """log P of past queries over today's bank, of shape (M, K).
 
     By now the bank holds each past query's own key, in slot ``slots[i]`` (both enqueued together).
     It is that query's positive: it shares in the normalisation, but as a negative it counts −inf.
     """
-    queries = precise(queries)
-    bank = bank.to(queries.dtype)
-    with torch.autocast(queries.device.type, enabled=False):
-        log_p = (queries @ bank.T).div_(temperature).log_softmax(dim=1)
+    log_p = bank_similarities(queries, bank, temperature)
     return log_p.scatter_(1, slots[:, None], -torch.inf)
 
 

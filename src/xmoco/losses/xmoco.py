@@ -9,6 +9,7 @@ from xmoco.losses.bank import KeyBanks
 from xmoco.losses.consistency import consistency
 from xmoco.losses.contrast import Contrast, checked_temperature, crossed
 from xmoco.losses.soft_labels import History, SoftLabels
+from xmoco.schedules import Value, scaled
 
 Teacher = Literal["queries", "keys"]
 
@@ -116,7 +117,7 @@ class XMoCoLoss(nn.Module):
         T_t: Contrast,
         Y_s: Tensor | None,
         Y_t: Tensor | None,
-        consistency_weight: float | Tensor | None = None,
+        consistency_weight: Value | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The weighted sum of the terms, and each by itself (step 6).
 
@@ -131,9 +132,7 @@ class XMoCoLoss(nn.Module):
         if self.consistency_weight > 0:
             agreement = consistency(P_s, P_t, T_s, T_t)
             terms |= agreement
-            if isinstance(weight, Tensor):
-                weight = weight.to(parts[0].dtype)
-            parts += [weight * term for term in agreement.values()]
+            parts += [scaled(term, weight) for term in agreement.values()]
         return torch.stack(parts).sum(), terms
 
     def remember(self, T_s: Contrast, T_t: Contrast) -> None:

@@ -2,8 +2,11 @@
 
 from xmoco.config import (
     BYOLConfig,
+    CO2Config,
     Config,
     MoCoV2PlusConfig,
+    ReSSLConfig,
+    SCEConfig,
     Section,
     SimCLRConfig,
     SwAVConfig,
@@ -11,7 +14,10 @@ from xmoco.config import (
 )
 from xmoco.methods.base import Method
 from xmoco.methods.byol import BYOL
+from xmoco.methods.co2 import CO2
 from xmoco.methods.mocov2plus import MoCoV2Plus
+from xmoco.methods.ressl import ReSSL
+from xmoco.methods.sce import SCE
 from xmoco.methods.simclr import SimCLR
 from xmoco.methods.swav import SwAV
 from xmoco.methods.xmoco import XMoCo
@@ -24,6 +30,9 @@ METHODS: dict[type[Section], type[Method]] = {
     SimCLRConfig: SimCLR,
     BYOLConfig: BYOL,
     SwAVConfig: SwAV,
+    ReSSLConfig: ReSSL,
+    SCEConfig: SCE,
+    CO2Config: CO2,
 }
 
 

@@ -3,16 +3,18 @@
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xmoco.config import Config, MoCoConfig, MomentumEncoderConfig
+from xmoco.config import Config, DirectedConfig, MoCoConfig, MomentumEncoderConfig
 from xmoco.data.streaming import Batch
 from xmoco.data.views import ViewGroup, views_of
-from xmoco.losses.bank import KeyBanks
+from xmoco.losses.bank import KeyBank, KeyBanks, Ring
+from xmoco.losses.contrast import Contrast, contrast
+from xmoco.losses.metrics import feature_metrics, similarity_metrics
 from xmoco.nn.encoder import Encoder, build_encoder, momentum_copy, momentum_update
 from xmoco.nn.encoding import EncoderRunner
 from xmoco.nn.heads import mlp_head
@@ -107,7 +109,7 @@ class BankMethod(MomentumMethod):
 
     @property
     @abstractmethod
-    def banks(self) -> KeyBanks: ...
+    def banks(self) -> Ring: ...
 
     def networks(self) -> list[nn.Module]:
         return [*super().networks(), *([] if self.predictor is None else [self.predictor])]
@@ -125,8 +127,9 @@ class BankMethod(MomentumMethod):
 
     def contrasted(self, views: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """(q_s, q_t) and (k_s, k_t) of unit length: keys of the last two views, be they weak ones
-        or those of the queries."""
-        queries, keys = self.queries_and_keys(views[:2], views[-2:])
+        or those of the queries. Where banks have one side only, of the last view and one query."""
+        sides = len(self.banks.sides)
+        queries, keys = self.queries_and_keys(views[:sides], views[-sides:])
         if self.predictor is not None:
             predicted = self.run.encode(self.predictor, queries)
             queries = [F.normalize(features.float(), dim=1) for features in predicted]
@@ -146,3 +149,70 @@ class BankMethod(MomentumMethod):
             f"a bank of {self.banks.length} keys is larger than the {images} images, so an image "
             "meets itself as a negative; lower bank_length"
         ]
+
+
+class Way(NamedTuple):
+    """Queries of a side, with the keys and the bank that they meet."""
+
+    queries: Tensor
+    keys: Tensor
+    bank: Tensor
+
+
+class DirectedMethod(BankMethod):
+    """Queries meet keys in one direction, of one view and another one; or in both."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        settings = config.method
+        assert isinstance(settings, DirectedConfig)
+        self.temperature = settings.temperature
+        kind = KeyBanks if settings.symmetric else KeyBank
+        self.key_banks = kind(settings.bank_length, config.model.feature_size)
+
+    @property
+    def banks(self) -> Ring:
+        return self.key_banks
+
+    @staticmethod
+    def view_groups(config: Config) -> tuple[ViewGroup, ...]:
+        settings = config.method
+        assert isinstance(settings, DirectedConfig)
+        if settings.symmetric:
+            return BankMethod.view_groups(config)
+        if not settings.weak_keys:
+            return (ViewGroup(("query view", "key view"), config.views, config.input),)
+        return (
+            ViewGroup(("query view",), config.views, config.input),
+            ViewGroup(("weak key view",), config.weak_views, config.input),
+        )
+
+    def ways(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Way]:
+        """Source queries meet target keys and, in both directions, the other way round."""
+        return [
+            Way(*meeting)
+            for meeting in zip(queries, keys[::-1], self.banks.rows()[::-1], strict=True)
+        ]
+
+    def contrasts(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Contrast]:
+        """P of every way."""
+        return [contrast(*way, self.temperature) for way in self.ways(queries, keys)]
+
+    @staticmethod
+    def metrics(contrasts: Sequence[Contrast]) -> dict[str, Tensor]:
+        """How far features spread and, of both directions, how much these differ."""
+        metrics = feature_metrics(contrasts[0].queries)
+        if len(contrasts) == 2:
+            metrics |= similarity_metrics(*(P.log_p for P in contrasts))
+        return metrics
+
+    @staticmethod
+    def named(**terms: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Terms by name and side. A single one is the loss, and needs no name."""
+        sides = ("",) if max(map(len, terms.values())) == 1 else ("_source", "_target")
+        found = {
+            name + side: value
+            for name, values in terms.items()
+            for side, value in zip(sides, values, strict=True)
+        }
+        return found if len(found) > 1 else {}

@@ -15,7 +15,7 @@ from xmoco.losses.contrast import Contrast
 from xmoco.losses.metrics import feature_metrics, label_metrics, similarity_metrics
 from xmoco.methods.base import BankMethod
 from xmoco.nn.encoder import momentum_update
-from xmoco.schedules import Constant, LinearRise, Schedule
+from xmoco.schedules import Schedule, warmed_up
 from xmoco.task import StepOutput, Values
 
 
@@ -41,8 +41,9 @@ class XMoCo(BankMethod):
         self.loss = loss
         if settings.subject != settings.name:  # with what is not in the paper
             self.title = "XMoCo+"
-        weight, epochs = settings.consistency_weight, settings.consistency_warmup_epochs
-        self.consistency_weight = LinearRise(weight, epochs) if epochs else Constant(weight)
+        self.consistency_weight = warmed_up(
+            settings.consistency_weight, settings.consistency_warmup_epochs
+        )
 
     @property
     def banks(self) -> KeyBanks:

@@ -1,0 +1,81 @@
+"""Two processes with half a batch each take the steps of one with the whole: every method.
+
+Batch norm, whose statistics belong to a process, is left out; whole runs of some methods, started
+as users start them, are in tests/test_two_processes.py.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+from toys import BATCH, METHODS, PLAIN, built, trainable, values, views_for
+
+from helpers import run_two
+
+STEPS = 4  # memories of 24 are full after two
+
+
+def without_batch_norm(module: nn.Module) -> None:
+    for name, child in module.named_children():
+        if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d):
+            setattr(module, name, nn.Identity())
+        else:
+            without_batch_norm(child)
+
+
+def play(name: str, rank: int, world: int) -> dict[str, Any]:
+    """The first steps of a method on this process's share of the images."""
+    method = built(METHODS[name], PLAIN)
+    without_batch_norm(method)
+    optimiser = torch.optim.SGD(trainable(method).values(), lr=0.05)
+    share = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    losses = []
+    for step in range(STEPS):
+        at = values(method, 4 * step)  # an epoch each
+        loss = method([view[share] for view in views_for(method, step)], at).loss
+        optimiser.zero_grad()
+        loss.backward()
+        for parameter in trainable(method).values():
+            assert parameter.grad is not None
+            if world > 1:  # what DistributedDataParallel does
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world
+        method.before_update(at)
+        optimiser.step()
+        method.after_update(at)
+        losses.append(loss.detach())
+    return {"losses": torch.stack(losses), "state": method.state_dict()}
+
+
+def process(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2
+    )
+    torch.save({name: play(name, rank, 2) for name in METHODS}, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("processes")
+    run_two(process, folder)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_steps_are_those_of_one_process(both: list[dict[str, Any]], name: str) -> None:
+    first, second, alone = both[0][name], both[1][name], play(name, 0, 1)
+    assert_close((first["losses"] + second["losses"]) / 2, alone["losses"], rtol=1e-4, atol=1e-4)
+    assert not torch.equal(first["losses"], second["losses"])  # each has its own images
+    start = built(METHODS[name], PLAIN).state_dict()
+    moved = 0.0
+    for key, value in alone["state"].items():
+        assert torch.equal(first["state"][key], second["state"][key]), key
+        assert_close(first["state"][key], value, rtol=1e-3, atol=1e-5)
+        moved += (value - start[key]).norm() if value.is_floating_point() else 0
+    assert moved > 0.1
