@@ -36,6 +36,11 @@ SETTINGS = {
     "ressl": "",
     "sce": "",
     "co2": "",
+    # 64 features can be told from as many, and the head is narrow: so is the predictor.
+    "simsiam": "predictor_hidden=64",
+    "barlowtwins": "",
+    # Its loss is twenty times as large as others'.
+    "vicreg": "learning_rate=0.1",
 }
 UNTRAINED = "untrained"
 FILE = "methods.jsonl"

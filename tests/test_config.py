@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from xmoco.config import (
@@ -233,7 +233,7 @@ def test_a_setting_of_another_method_is_refused_in_any_order(changes: list[str])
         assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["simclr", "byol", "swav"])
+@pytest.mark.parametrize("name", ["simclr", "byol", "swav", "simsiam", "barlowtwins", "vicreg"])
 def test_methods_without_banks(name: str) -> None:
     """They keep what they know of a recipe's method, and have no banks to set."""
     for recipe in recipe_names():
@@ -381,6 +381,7 @@ def test_other_names_are_suggestions_for_settings_that_exist() -> None:
     optim=st.sampled_from(["sgd", "lars"]),
 )
 @example(epochs=1, momentum=1e-5, scale=0.5, source="1e5", method="xmoco", optim="sgd")
+@settings(deadline=None)
 def test_config_yaml_reads_back(
     tmp_path_factory: pytest.TempPathFactory,
     epochs: int,

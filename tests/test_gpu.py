@@ -49,7 +49,11 @@ METHODS = {
     "ressl": f"method=ressl {BANKS}",
     "sce": f"method=sce {BANKS} symmetric=true",
     "co2": f"method=co2 {BANKS} agreement_warmup_epochs=2",
+    "simsiam": "method=simsiam predictor_hidden=32",
+    "barlowtwins": "method=barlowtwins",
+    "vicreg": "method=vicreg learning_rate=0.08",
     "lars": f"{BANKS} optim=lars learning_rate=16 trust=0.02",
+    "lars, clipped": f"{BANKS} optim=lars learning_rate=16 trust=0.02 clip=true",
     "adamw": f"{BANKS} optim=adamw learning_rate=0.016",
 }
 

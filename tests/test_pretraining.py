@@ -359,6 +359,7 @@ def test_accumulation_and_the_second_method(recipe: Path, tmp_path: Path) -> Non
     [
         ("simclr", "SimCLR", "2 of 16 px", []),
         ("byol", "BYOL", "2 of 16 px", ["predictor_hidden=16", "optim=lars"]),
+        ("barlowtwins", "Barlow Twins", "2 of 16 px", ["optim=lars", "clip=true"]),
         (
             "swav",
             "SwAV",

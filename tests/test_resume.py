@@ -120,6 +120,7 @@ def test_killed_before_anything_was_saved(recipe: Path, tmp_path: Path) -> None:
         ["key_momentum_end=1.0", "consistency_warmup_epochs=2", "optim=lars"],
         ["method=simclr", "optim=adamw"],
         ["method=byol", "predictor_hidden=16"],
+        ["method=simsiam", "predictor_hidden=16"],
         [
             "method=swav",
             "prototypes=8",

@@ -377,6 +377,43 @@ class SwAVConfig(MethodSettings):
         return checked_share(share)
 
 
+class SimSiamConfig(MethodSettings):
+    name: Literal["simsiam"] = Field(
+        "simsiam", description="A predictor tells the encoder's own features of the other view."
+    )
+    predictor_hidden: int = Field(512, ge=1, description="Width of the predictor's hidden layer.")
+
+
+class BarlowTwinsConfig(MethodSettings):
+    name: Literal["barlowtwins"] = Field(
+        "barlowtwins", description="Features of two views correlate one by one, not with others."
+    )
+    redundancy_weight: float = Field(
+        0.0051, ge=0, description="λ: weight of the correlations of different features."
+    )
+    loss_scale: float = Field(
+        0.024,
+        gt=0,
+        description="Multiplies the loss, which sums over features; LARS minds it for norms and "
+        "biases only.",
+    )
+
+
+class VICRegConfig(MethodSettings):
+    name: Literal["vicreg"] = Field(
+        "vicreg", description="Views agree, features vary, and do not vary together."
+    )
+    invariance_weight: float = Field(
+        25.0, ge=0, description="Weight of the views' squared difference."
+    )
+    variance_weight: float = Field(
+        25.0, ge=0, description="Weight of what standard deviations lack of 1."
+    )
+    covariance_weight: float = Field(
+        1.0, ge=0, description="Weight of the covariances of different features."
+    )
+
+
 class OptimizerConfig(Section):
     """Settings of every optimiser."""
 
@@ -406,6 +443,11 @@ class LARSConfig(OptimizerConfig):
     sgd_momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of SGD.")
     trust: float = Field(
         0.001, gt=0, description="A layer moves by this share of its weights at rate 1."
+    )
+    clip: bool = Field(
+        False,
+        description="A layer moves by that share at any rate, but no further than by SGD with the "
+        "rate (LARC).",
     )
 
 
@@ -473,6 +515,9 @@ MethodConfig = (
     | ReSSLConfig
     | SCEConfig
     | CO2Config
+    | SimSiamConfig
+    | BarlowTwinsConfig
+    | VICRegConfig
 )
 OptimConfig = SGDConfig | LARSConfig | AdamWConfig
 

@@ -222,6 +222,7 @@ def _plan(config: Config, steps_per_epoch: int) -> Plan:
         seed=train.seed,
         optim=optim,
         learning_rate=WarmupCosine(peak_rate(config), optim.cosine_offset, optim.warmup_epochs),
+        peak_rate=peak_rate(config),
         accumulate=train.accumulate,
         log_every=train.log_every,
         checkpoint_minutes=train.checkpoint_minutes,

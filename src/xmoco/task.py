@@ -35,6 +35,8 @@ class ParamGroup(NamedTuple):
     parameters: list[nn.Parameter]
     rate_factor: float = 1.0
     """Of the scheduled learning rate."""
+    scheduled: bool = True
+    """Whether the rate follows the schedule; else it stays at its peak."""
 
 
 class Moment(NamedTuple):

@@ -17,9 +17,11 @@ from torch.testing import assert_close
 
 from xmoco import distributed
 from xmoco.losses import MoCoLoss, XMoCoLoss
+from xmoco.losses.barlowtwins import cross_correlation, redundancy_reduction
 from xmoco.losses.ntxent import nt_xent
 from xmoco.losses.soft_labels import History
 from xmoco.losses.swav import codes
+from xmoco.losses.vicreg import variance_and_covariance
 from xmoco.nn.batchnorm import keys_in_other_processes
 
 D, K, BATCH, STEPS = 6, 9, 4, 5  # after two steps of 4 images the history of 9 is not full yet
@@ -75,6 +77,15 @@ def contrast_views(rank: int, world: int) -> dict[str, Tensor]:
     return {"loss": loss.detach(), "gradients": views.grad, "encoder": encoder.grad}
 
 
+def redundancies(rank: int, world: int) -> dict[str, Tensor]:
+    """Barlow Twins' and VICReg's terms of this process's share; the gradients of its features."""
+    share = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
+    z = batches()[0][:2, share].clone().requires_grad_()
+    terms = [*redundancy_reduction(cross_correlation(*z)), *variance_and_covariance(*z)]
+    gradients = torch.autograd.grad(terms[0] + 2 * terms[1] + 3 * terms[2] + 4 * terms[3], z)
+    return {"terms": torch.stack(terms).detach(), "gradients": gradients[0]}
+
+
 def balance_codes(rank: int, world: int) -> dict[str, Tensor]:
     """SwAV's codes of this process's share, without a queue, with an idle one, and with one."""
     share = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
@@ -105,6 +116,7 @@ def process(rank: int, folder: Path) -> None:
         "keys": keys_in_other_processes(WitnessOfItsBatch(), images[4 * rank : 4 * rank + 4]),
         "nt_xent": contrast_views(rank, 2),
         "codes": balance_codes(rank, 2),
+        "redundancies": redundancies(rank, 2),
         "gathered": distributed.gather(torch.tensor([[rank, 10]])),
         "summed": distributed.logsumexp_over_rows(rows),
         "share": distributed.own_share(torch.arange(5)),
@@ -172,6 +184,17 @@ def test_views_meet_those_of_both_and_gradients_flow_back_to_both(
     gradients = torch.cat([first["gradients"], second["gradients"]], dim=1) / 2
     assert_close(gradients, expected["gradients"], rtol=0, atol=1e-12)
     assert_close((first["encoder"] + second["encoder"]) / 2, expected["encoder"])
+
+
+def test_correlations_are_of_both_and_gradients_flow_back_to_both(
+    both: list[dict[str, Any]],
+) -> None:
+    """Either process has the whole loss; as gradients are averaged, each counts half."""
+    expected = redundancies(0, 1)
+    for found in both:
+        assert_close(found["redundancies"]["terms"], expected["terms"], rtol=0, atol=1e-12)
+    gradients = torch.cat([found["redundancies"]["gradients"] for found in both], dim=1) / 2
+    assert_close(gradients, expected["gradients"], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("queue", ["alone", "idle", "queue"])

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from helpers import TINY_SPLIT
 from xmoco.config import (
+    BarlowTwinsConfig,
     BYOLConfig,
     CO2Config,
     Config,
@@ -15,7 +16,9 @@ from xmoco.config import (
     ReSSLConfig,
     SCEConfig,
     SimCLRConfig,
+    SimSiamConfig,
     SwAVConfig,
+    VICRegConfig,
     XMoCoConfig,
 )
 from xmoco.methods import Method, build_method
@@ -34,6 +37,9 @@ METHODS: dict[str, MethodConfig] = {
     "ressl": ReSSLConfig(bank_length=24, key_momentum=0.9),
     "sce": SCEConfig(bank_length=24, key_momentum=0.9),
     "co2": CO2Config(bank_length=24, key_momentum=0.9, agreement_weight=1.0),
+    "simsiam": SimSiamConfig(predictor_hidden=24),
+    "barlowtwins": BarlowTwinsConfig(),
+    "vicreg": VICRegConfig(),
 }
 """Every method, small."""
 

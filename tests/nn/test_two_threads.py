@@ -18,6 +18,7 @@ from xmoco.config import (
     MethodConfig,
     MoCoV2PlusConfig,
     SimCLRConfig,
+    SimSiamConfig,
     SwAVConfig,
     XMoCoConfig,
 )
@@ -165,6 +166,7 @@ METHODS: dict[str, MethodConfig] = {
     "simclr": SimCLRConfig(),
     "byol": BYOLConfig(predictor_hidden=12),
     "swav": SwAVConfig(prototypes=7, queue_length=24),
+    "simsiam": SimSiamConfig(predictor_hidden=12),
 }
 
 

@@ -57,8 +57,9 @@ def lars_by_hand(
     decay: float,
     trust: float,
     adapt: bool,
+    clip: bool = False,
 ) -> list[np.ndarray]:
-    """You, Gitman & Ginsburg's algorithm, one layer and step at a time."""
+    """You, Gitman & Ginsburg's algorithm, one layer and step at a time; with ``clip``, LARC's."""
     ends = []
     for layer, start in enumerate(weights):
         weight, velocity = start.copy(), np.zeros_like(start)
@@ -69,7 +70,8 @@ def lars_by_hand(
             if adapt:
                 own, moved = np.sqrt((weight**2).sum()), np.sqrt((change**2).sum())
                 if own > 0 and moved > 0:
-                    change = change * trust * own / moved
+                    share = trust * own / moved
+                    change = change * (min(share / rate, 1) if clip else share)
             velocity = momentum * velocity + change
             weight = weight - rate * velocity
         ends.append(weight)
@@ -80,13 +82,20 @@ def lars_by_hand(
 @given(
     momentum=st.sampled_from((0.0, 0.9)),
     decay=st.sampled_from((0.0, 0.1)),
-    trust=st.sampled_from((0.001, 0.02)),
+    trust=st.sampled_from((0.001, 0.2)),
+    clip=st.booleans(),
     adapt=st.booleans(),
     seed=st.integers(0, 99),
     as_tensor=st.booleans(),
 )
 def test_lars_is_its_algorithm(
-    momentum: float, decay: float, trust: float, adapt: bool, seed: int, as_tensor: bool
+    momentum: float,
+    decay: float,
+    trust: float,
+    clip: bool,
+    adapt: bool,
+    seed: int,
+    as_tensor: bool,
 ) -> None:
     """Layers of zeros, gradients of zeros, layers without gradients; rates that change."""
     weights = parameters(seed)
@@ -109,9 +118,12 @@ def test_lars_is_its_algorithm(
         momentum=momentum,
         decay=decay,
         trust=trust,
+        clip=clip,
         adapt=adapt,
     )
-    optimizer = LARS(weights, 1.0, momentum=momentum, weight_decay=decay, trust=trust, adapt=adapt)
+    optimizer = LARS(
+        weights, 1.0, momentum=momentum, weight_decay=decay, trust=trust, clip=clip, adapt=adapt
+    )
     for rate, given_ones in zip(rates, steps, strict=True):
         for weight, gradient in zip(weights, given_ones, strict=True):
             weight.grad = None if gradient is None else gradient.clone()
@@ -271,6 +283,7 @@ class Slopes(Task):
         super().__init__()
         self.slow = nn.Parameter(torch.zeros(2, 2))
         self.fast = nn.Parameter(torch.zeros(3))
+        self.steady = nn.Parameter(torch.zeros(1))
         self.notes: list[tuple[str, float, Any]] = []
 
     def inputs(self, batch: Batch, moment: Moment) -> Sequence[Tensor]:
@@ -283,14 +296,18 @@ class Slopes(Task):
         with_metrics: bool = False,
     ) -> StepOutput:
         self.notes.append(("forward", at["weight"], len(inputs[0])))
-        loss = (self.slow.sum() + self.fast.sum()) * inputs[0].mean()
+        loss = (self.slow.sum() + self.fast.sum() + self.steady.sum()) * inputs[0].mean()
         return StepOutput(loss, {}, {"loss twice": 2 * loss.detach()} if with_metrics else {})
 
     def schedules(self) -> dict[str, Callable[[Clock], float]]:
         return {"weight": HalfCosine(0.0, 1.0)}
 
     def param_groups(self) -> list[ParamGroup]:
-        return [ParamGroup([self.slow]), ParamGroup([self.fast], rate_factor=10.0)]
+        return [
+            ParamGroup([self.slow]),
+            ParamGroup([self.fast], rate_factor=10.0),
+            ParamGroup([self.steady], rate_factor=0.5, scheduled=False),
+        ]
 
     def before_update(self, at: Mapping[str, Any]) -> None:
         self.notes.append(("before", at["weight"], self.slow.grad is not None))
@@ -307,16 +324,18 @@ def test_a_step_honours_rate_factors_schedules_and_hooks(parts: int) -> None:
     optimizer = build_optimizer(plain, task.param_groups(), CPU)
     model, optimizer = fabric.setup(task, optimizer)
     rate = HalfCosine(0.4, 0.0)
-    stepper = build_stepper(fabric, model, task, optimizer, rate, parts)
+    stepper = build_stepper(fabric, model, task, optimizer, rate, 0.6, parts)
     moved = 0.0
     for step in range(3):
         clock = Clock(step, 4, 2)
         told = stepper([torch.ones(4, 1)], clock, with_metrics=step == 1)
         assert bool(told.metrics) == (step == 1)
         moved += rate(clock)
-        assert [group["lr"] for group in optimizer.param_groups] == [rate(clock), 10 * rate(clock)]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == [rate(clock), 10 * rate(clock), 0.3]
         assert_close(task.slow.detach(), torch.full((2, 2), -moved))
         assert_close(task.fast.detach(), torch.full((3,), -10 * moved))
+        assert_close(task.steady.detach(), torch.tensor([-0.3 * (step + 1)]))
         weight = HalfCosine(0.0, 1.0)(clock)
         assert task.notes == [
             *[("forward", weight, 4 // parts)] * parts,

@@ -41,7 +41,7 @@ def built(
     plain = SGDConfig(weight_decay=0.0)
     optimizer = build_optimizer(plain, method.param_groups(), torch.device(device))
     model, optimizer = fabric.setup(method, optimizer)
-    return kind(fabric, model, method, optimizer, rate)
+    return kind(fabric, model, method, optimizer, rate, peak_rate=1.0)
 
 
 def views(step: int, device: str) -> list[Tensor]:
@@ -83,10 +83,14 @@ def test_rate_and_momentum_are_those_of_the_step() -> None:
         assert_close(slow, momentum * slow_before + (1 - momentum) * weight.detach())
 
 
+def chosen_for(given: Stepper, parts: int) -> Stepper:
+    optimizer = given.optimizer
+    return build_stepper(given.fabric, given.model, given.task, optimizer, falling, 1.0, parts)
+
+
 def test_graphs_are_for_one_gpu() -> None:
     given = built(Stepper, "cpu")
-    chosen = build_stepper(given.fabric, given.model, given.task, given.optimizer, falling, parts=1)
-    assert type(chosen) is Stepper
+    assert type(chosen_for(given, parts=1)) is Stepper
 
 
 @pytest.mark.gpu
@@ -99,8 +103,7 @@ def test_graphs_are_for_tasks_that_may_be_recorded(
 ) -> None:
     given = built(Stepper, "cuda")
     given.task.capturable = capturable
-    chosen = build_stepper(given.fabric, given.model, given.task, given.optimizer, falling, parts)
-    assert type(chosen) is kind
+    assert type(chosen_for(given, parts)) is kind
 
 
 @pytest.mark.gpu

@@ -262,6 +262,7 @@ def _plan(protocol: TrainingProtocol, batch: int, steps_per_epoch: int, seed: in
         seed=seed,
         optim=optim,
         learning_rate=lambda clock: protocol.factor(clock.done),
+        peak_rate=optim.learning_rate,
     )
 
 

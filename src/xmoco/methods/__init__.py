@@ -1,6 +1,7 @@
 """Methods: one file each. Who trains them knows only ``Task`` (task.py) and ``Method``."""
 
 from xmoco.config import (
+    BarlowTwinsConfig,
     BYOLConfig,
     CO2Config,
     Config,
@@ -9,9 +10,12 @@ from xmoco.config import (
     SCEConfig,
     Section,
     SimCLRConfig,
+    SimSiamConfig,
     SwAVConfig,
+    VICRegConfig,
     XMoCoConfig,
 )
+from xmoco.methods.barlowtwins import BarlowTwins
 from xmoco.methods.base import Method
 from xmoco.methods.byol import BYOL
 from xmoco.methods.co2 import CO2
@@ -19,7 +23,9 @@ from xmoco.methods.mocov2plus import MoCoV2Plus
 from xmoco.methods.ressl import ReSSL
 from xmoco.methods.sce import SCE
 from xmoco.methods.simclr import SimCLR
+from xmoco.methods.simsiam import SimSiam
 from xmoco.methods.swav import SwAV
+from xmoco.methods.vicreg import VICReg
 from xmoco.methods.xmoco import XMoCo
 
 __all__ = ["Method", "build_method", "method_class"]
@@ -33,6 +39,9 @@ METHODS: dict[type[Section], type[Method]] = {
     ReSSLConfig: ReSSL,
     SCEConfig: SCE,
     CO2Config: CO2,
+    SimSiamConfig: SimSiam,
+    BarlowTwinsConfig: BarlowTwins,
+    VICRegConfig: VICReg,
 }
 
 

@@ -17,7 +17,7 @@ from xmoco.losses.contrast import Contrast, contrast
 from xmoco.losses.metrics import feature_metrics, similarity_metrics
 from xmoco.nn.encoder import Encoder, build_encoder, momentum_copy, momentum_update
 from xmoco.nn.encoding import EncoderRunner
-from xmoco.nn.heads import mlp_head
+from xmoco.nn.heads import Ending, mlp_head
 from xmoco.schedules import Schedule, rising
 from xmoco.task import Moment, StepOutput, Task, Values
 
@@ -39,8 +39,10 @@ class Method(Task):
         """The views a step is given, in this order: two alike unless a method wants others."""
         return (ViewGroup(("view 1", "view 2"), config.views, config.input),)
 
-    def build_encoder(self, config: Config, unit_length: bool = True) -> Encoder:
-        encoder = build_encoder(config.model, config.input, unit_length)
+    def build_encoder(
+        self, config: Config, unit_length: bool = True, ending: Ending = "biased"
+    ) -> Encoder:
+        encoder = build_encoder(config.model, config.input, unit_length, ending)
         self.run.prepare(encoder)
         return encoder
 

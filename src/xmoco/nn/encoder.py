@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from xmoco.config import InputConfig, ModelConfig
 from xmoco.nn.backbones import build_backbone, check_size, feature_size
-from xmoco.nn.heads import mlp_head
+from xmoco.nn.heads import Ending, mlp_head
 from xmoco.schedules import Value
 
 
@@ -27,14 +27,17 @@ class Encoder(nn.Module):
 
 
 def build_encoder(
-    model: ModelConfig, input: InputConfig | None = None, unit_length: bool = True
+    model: ModelConfig,
+    input: InputConfig | None = None,
+    unit_length: bool = True,
+    ending: Ending = "biased",
 ) -> Encoder:
     """``input`` says which images it must take, which matters to some backbones of timm."""
     sizes = input or InputConfig()
     backbone = build_backbone(model.backbone, model.stem, sizes.size)
     check_size(model.backbone, backbone, sizes.central_size)
     head = mlp_head(
-        feature_size(backbone), model.head_hidden, model.feature_size, model.head_layers
+        feature_size(backbone), model.head_hidden, model.feature_size, model.head_layers, ending
     )
     return Encoder(backbone, head, unit_length)
 

@@ -64,6 +64,7 @@ class Plan:
     seed: int
     optim: OptimConfig
     learning_rate: Schedule
+    peak_rate: float
     accumulate: int = 1
     log_every: int = 20
     checkpoint_minutes: float = 10.0
@@ -96,7 +97,13 @@ class Training:
         optimizer = build_optimizer(plan.optim, self.task.param_groups(), device)
         model, self.optimizer = self.fabric.setup(self.task, optimizer)
         self.stepper = build_stepper(
-            self.fabric, model, self.task, self.optimizer, plan.learning_rate, plan.accumulate
+            self.fabric,
+            model,
+            self.task,
+            self.optimizer,
+            plan.learning_rate,
+            plan.peak_rate,
+            plan.accumulate,
         )
 
     @property

@@ -8,13 +8,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from xmoco.config import AdamWConfig, LARSConfig, OptimConfig, SGDConfig
+from xmoco.schedules import Value
 from xmoco.task import ParamGroup
 
 
 def build_optimizer(
     settings: OptimConfig, groups: Sequence[ParamGroup], device: torch.device
 ) -> Optimizer:
-    """Each group has a ``rate_factor``, by which the loop multiplies the scheduled rate."""
+    """Each group has a ``rate_factor``, by which the loop multiplies the scheduled rate, or the
+    peak of it where it is not ``scheduled``."""
     parts = _with_decay(groups, settings)
     fused = device.type in ("cpu", "cuda")
     match settings:
@@ -32,6 +34,7 @@ def build_optimizer(
                 settings.learning_rate,
                 momentum=settings.sgd_momentum,
                 trust=settings.trust,
+                clip=settings.clip,
             )
         case AdamWConfig():
             return torch.optim.AdamW(
@@ -50,7 +53,7 @@ def _with_decay(groups: Sequence[ParamGroup], settings: OptimConfig) -> list[dic
     """
     apart = not settings.decay_norms_and_biases or isinstance(settings, LARSConfig)
     parts: list[dict[str, Any]] = []
-    for parameters, factor in groups:
+    for parameters, factor, scheduled in groups:
         matrices = [p for p in parameters if p.ndim > 1 or not apart]
         vectors = [p for p in parameters if p.ndim <= 1 and apart]
         vector_decay = settings.weight_decay if settings.decay_norms_and_biases else 0.0
@@ -60,6 +63,7 @@ def _with_decay(groups: Sequence[ParamGroup], settings: OptimConfig) -> list[dic
         ):
             if members:
                 part = {"params": members, "weight_decay": decay, "rate_factor": factor}
+                part["scheduled"] = scheduled
                 parts.append(part | ({"adapt": adapt} if isinstance(settings, LARSConfig) else {}))
     return parts
 
@@ -69,7 +73,9 @@ class LARS(Optimizer):
 
     In a group that adapts, the decayed gradient g + w·p of a layer is multiplied with
     ``trust`` · ‖p‖ / ‖g + w·p‖ (1 where either is 0) before it enters the momentum, as in Barlow
-    Twins' and MoCo v3's programs. Rates may be numbers on the device, for CUDA graphs.
+    Twins' and MoCo v3's programs. With ``clip`` that factor is divided by the rate and at most 1,
+    as in LARC: the rate is then an upper bound. Rates may be numbers on the device, for CUDA
+    graphs.
     """
 
     def __init__(
@@ -79,11 +85,12 @@ class LARS(Optimizer):
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         trust: float = 0.001,
+        clip: bool = False,
         adapt: bool = True,
     ) -> None:
         defaults = {
             "lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust,
-            "adapt": adapt,
+            "clip": clip, "adapt": adapt,
         }  # fmt: skip
         super().__init__(params, defaults)
 
@@ -107,7 +114,8 @@ class LARS(Optimizer):
             decay = torch._foreach_mul(weights, group["weight_decay"])
             steps = list(torch._foreach_add(gradients, list(decay)))
             if group["adapt"]:
-                torch._foreach_mul_(steps, self._shares(weights, steps, group["trust"]))
+                bound = group["lr"] if group["clip"] else None
+                torch._foreach_mul_(steps, self._shares(weights, steps, group["trust"], bound))
             buffers = []
             for weight in weights:
                 state = self.state[weight]
@@ -120,9 +128,15 @@ class LARS(Optimizer):
         return loss
 
     @staticmethod
-    def _shares(weights: list[Tensor], steps: list[Tensor], trust: float) -> list[Tensor]:
+    def _shares(
+        weights: list[Tensor], steps: list[Tensor], trust: float, bound: Value | None
+    ) -> list[Tensor]:
         lengths, gradients = torch._foreach_norm(weights), torch._foreach_norm(steps)
+        both = list(zip(lengths, gradients, strict=True))
+        shares = [trust * length / gradient for length, gradient in both]
+        if bound is not None:
+            shares = [(share / bound).clamp(max=1) for share in shares]
         return [
-            torch.where((length > 0) & (gradient > 0), trust * length / gradient, 1.0)
-            for length, gradient in zip(lengths, gradients, strict=True)
+            torch.where((length > 0) & (gradient > 0), share, 1.0)
+            for (length, gradient), share in zip(both, shares, strict=True)
         ]

@@ -39,6 +39,8 @@ class Stepper:
     task: Task
     optimizer: Optimizer
     learning_rate: Schedule
+    peak_rate: float
+    """For parameters whose rate does not follow the schedule."""
     parts: int = 1
     news: list[str] = field(default_factory=list)
     """What should be in the log."""
@@ -49,10 +51,17 @@ class Stepper:
     def __call__(
         self, inputs: Sequence[Tensor], clock: Clock, with_metrics: bool = False
     ) -> StepOutput:
-        rate = self.learning_rate(clock)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["rate_factor"]
+        for group, rate in zip(self.optimizer.param_groups, self.rates_at(clock), strict=True):
+            group["lr"] = rate
         return self.take(inputs, self.values.at(clock), with_metrics)
+
+    def rates_at(self, clock: Clock) -> list[float]:
+        """Of every group."""
+        scheduled = self.learning_rate(clock)
+        return [
+            (scheduled if group["scheduled"] else self.peak_rate) * group["rate_factor"]
+            for group in self.optimizer.param_groups
+        ]
 
     def take(self, inputs: Sequence[Tensor], at: Values, with_metrics: bool = False) -> StepOutput:
         done = []
@@ -89,9 +98,10 @@ class GraphedStepper(Stepper):
     def __call__(
         self, inputs: Sequence[Tensor], clock: Clock, with_metrics: bool = False
     ) -> StepOutput:
-        rate, at = self.learning_rate(clock), self.values.at(clock)
-        for group, place in zip(self.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = place.fill_(rate * group["rate_factor"])
+        at = self.values.at(clock)
+        places = zip(self.optimizer.param_groups, self.rates, self.rates_at(clock), strict=True)
+        for group, place, rate in places:
+            group["lr"] = place.fill_(rate)
         self.taken += 1
         if with_metrics:
             return self.take(inputs, at, with_metrics)
@@ -171,12 +181,13 @@ def build_stepper(
     task: Task,
     optimizer: Optimizer,
     learning_rate: Schedule,
+    peak_rate: float,
     parts: int,
 ) -> Stepper:
     """One that may use CUDA graphs, where there is one GPU and nothing to talk to."""
     alone = fabric.device.type == "cuda" and fabric.world_size == 1
     kind = GraphedStepper if alone and parts == 1 and task.capturable else Stepper
-    return kind(fabric, model, task, optimizer, learning_rate, parts)
+    return kind(fabric, model, task, optimizer, learning_rate, peak_rate, parts)
 
 
 def _values_of(step: StepOutput) -> StepOutput:
