@@ -7,20 +7,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from told import (
-    NOTHING,
-    AnyRecord,
-    Fact,
-    Place,
-    by_measure,
-    by_subject,
-    by_work,
-    circumstances,
-    grouped,
-    markdown_table,
-    name_of,
-)
+from told import NOTHING, AnyRecord, Place, by_measure, by_subject, by_work, name_of
 from xmoco.records import read_records
+from xmoco.report.circumstances import Fact, circumstances, grouped, markdown_table
 
 SETTINGS = (
     *("data", "digest", "size", "crop_size", "epoch", "epochs", "batch", "k"),
@@ -98,6 +87,7 @@ SHOWN_ELSEWHERE = (
         "trials-*.jsonl",
         "speed.jsonl",
         "gpu-tests.jsonl",
+        "tables*.jsonl",
     ),
 )
 

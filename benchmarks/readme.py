@@ -31,13 +31,14 @@ from tables import (
     headline,
     learning_tables,
     methods_table,
+    paper_tables,
     protocols_tables,
     results_in_brief,
     speed_bounds,
     speed_in_brief,
     speed_tables,
 )
-from told import ROOT, Place, markdown_table
+from told import ROOT, Place
 from xmoco import load_backbone
 from xmoco.config import Config
 from xmoco.data.patterns import patterns
@@ -46,9 +47,11 @@ from xmoco.demo import NAMES
 from xmoco.evaluate.features import backbone_features
 from xmoco.evaluate.knn import nearest_neighbours
 from xmoco.methods import method_class
+from xmoco.report.circumstances import markdown_table
 from xmoco.report.curves import LIGHT, Panel, draw_panel, read_history
 from xmoco.report.sheets import WRONG
 from xmoco.settings import load_config, recipe_names
+from xmoco.tables.definition import read_table, table_names
 from xmoco.train.run_folder import RunFolder
 
 PICTURE = ROOT / "docs" / "demo.png"
@@ -114,17 +117,28 @@ def recipes_table(_: Place) -> str:
     return markdown_table(headings, "llllrr", rows)
 
 
+def list_of_tables(_: Place) -> str:
+    rows = []
+    for name in table_names():
+        table = read_table(name)
+        measured = ", ".join(column.heading for column in table.measured)
+        rows.append([f"`{name}`", table.about, f"`{table.recipe}`", str(table.epochs), measured])
+    return markdown_table(["table", "rows", "recipe", "epochs", "columns"], "lllrl", rows)
+
+
 PARTS: dict[str, Callable[[Place], str]] = {
     "headline": headline,
     "results-in-brief": results_in_brief,
     "speed-in-brief": speed_in_brief,
     "recipes": recipes_table,
+    "tables": list_of_tables,
     "demo": partial(learning_tables, pattern="demo.jsonl"),
     "learning": partial(learning_tables, pattern="recipe-*.jsonl"),
     "methods": methods_table,
     "protocols": protocols_tables,
     "changed-recipes": changed_recipes_table,
     "comparisons": comparison_tables,
+    "paper-tables": paper_tables,
     "speed": speed_tables,
     "speed-bounds": speed_bounds,
     **{name: partial(answer, question=question) for name, question in QUESTIONS.items()},

@@ -18,20 +18,12 @@ from told import (
     SUBJECTS,
     AnyRecord,
     Place,
-    Record,
     by_subject,
     by_work,
-    circumstances,
     data,
     device,
-    grouped,
-    last_of_each,
-    markdown_table,
     name_of,
     percentage,
-    section,
-    seeds,
-    sentence,
     setting,
 )
 from xmoco.records import (
@@ -43,6 +35,18 @@ from xmoco.records import (
     TransferProtocol,
     read_records,
 )
+from xmoco.report.circumstances import (
+    Record,
+    circumstances,
+    grouped,
+    last_of_each,
+    markdown_table,
+    section,
+    seeds,
+    sentence,
+)
+from xmoco.tables.definition import read_table, table_names
+from xmoco.tables.drawing import Filled, fill, groups_of, markdown, notes
 
 Knn = Measured[KnnProtocol]
 Speed = Measured[SpeedProtocol]
@@ -290,6 +294,42 @@ def comparison_tables(place: Place) -> str:
             tables += [lead, comparison_table(place, file, alike)]
     heading = "## How do settings compare, over seeds?"
     return "\n\n".join([heading, COMPARED_SAY, *tables] if tables else [])
+
+
+PAPER_TABLES_SAY = (
+    "The paper's tables at a scale that one GPU allows, by [`xmoco tables`](tables.md). Images and "
+    "backbones are others than the paper's, so that orders and trends compare, not values."
+)
+
+
+def paper_tables(place: Place) -> str:
+    """What ``xmoco tables run`` measured, beside the paper's figures."""
+    parts: list[str] = []
+    for file in place.files("tables*.jsonl"):
+        records, shown = read_records(file, AnyRecord), set()
+        for name in table_names():
+            table = read_table(name)
+            for group in groups_of(table, records):
+                filled = fill(table, records, group)
+                if sum(bool(line.cells) for line in filled.lines) > 1:  # tables share runs
+                    shown |= {id(record) for record in filled.records}
+                    parts += paper_table(place, file, filled)
+        former = [r for r in records if id(r) not in shown and r.measure.endswith("_top1")]
+        for alike in grouped(former, lambda r: (r.work, r.protocol["split"], r.protocol["size"])):
+            parts.append(f"**With settings of former days: {alike[0].work}**")
+            parts.append(comparison_table(place, file, alike))
+    heading = "## What becomes of the paper's tables?"
+    return "\n\n".join([heading, PAPER_TABLES_SAY, *parts] if parts else [])
+
+
+def paper_table(place: Place, file: Path, filled: Filled) -> list[str]:
+    missing = [ln.row.name for ln in filled.lines if not ln.cells and not ln.row.paper_only]
+    gap = f"Not measured yet: {', '.join(missing)}." if missing else ""
+    return [
+        f"### {filled.table.title}",
+        sentence(str(filled.group)),
+        section(markdown(filled.measured_only()), gap, *notes(filled), place.link(file)),
+    ]
 
 
 JUDGED_ON = {

@@ -1,21 +1,17 @@
-"""What is told of records on a page, and how: names, circumstances, tables in Markdown."""
+"""What is told of records on a page: what is called how, and where it is found."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from xmoco.demo import NAMES
 from xmoco.records import Measured
+from xmoco.report.circumstances import Fact, Record
 from xmoco.report.tables import METHOD_NAMES
 
 ROOT = Path(__file__).resolve().parent.parent
 
-Record = Measured[Any]
 AnyRecord = Measured[dict[str, Any]]
-Fact = Callable[[Any], str | None]
-"""Something to tell of a record, if it is known."""
-R = TypeVar("R", bound=Record)
 
 NOTHING = "–"
 SUBJECTS = {
@@ -47,18 +43,6 @@ class Place:
         return f"([records]({where}))"
 
 
-def grouped(records: Iterable[R], key: Callable[[R], Hashable]) -> list[list[R]]:
-    groups: dict[Hashable, list[R]] = {}
-    for record in records:
-        groups.setdefault(key(record), []).append(record)
-    return list(groups.values())
-
-
-def last_of_each(records: Iterable[R], key: Callable[[R], Hashable]) -> list[R]:
-    """The records that count, in the order in which they were measured first."""
-    return list({key(record): record for record in records}.values())
-
-
 def by_work(record: Record) -> str:
     return record.work
 
@@ -77,43 +61,6 @@ def percentage(record: Record | None) -> str:
 
 def name_of(record: Record) -> str:
     return SUBJECTS.get(record.subject, record.subject)
-
-
-def circumstances(records: Sequence[Record], *facts: Fact) -> str:
-    """Seeds, the facts, and then machine, versions, commit and date."""
-    general: tuple[Fact, ...] = (
-        lambda r: f"torch {r.versions['torch']}" if "torch" in r.versions else None,
-        lambda r: f"commit {r.commit}" if r.commit else None,
-        lambda r: r.time[:10],
-    )
-    before, after = ([differing(records, fact) for fact in some] for some in (facts, general))
-    told = [seeds(records), *before, machines(records), *after]
-    return sentence("; ".join(filter(None, told)))
-
-
-def differing(records: Sequence[Record], fact: Fact) -> str:
-    return " / ".join(dict.fromkeys(filter(None, map(fact, records))))
-
-
-def seeds(records: Sequence[Record]) -> str:
-    found = sorted({record.seed for record in records})
-    return f"one seed ({found[0]})" if len(found) == 1 else f"seeds {', '.join(map(str, found))}"
-
-
-def machines(records: Sequence[Record]) -> str:
-    """Each with the numbers of threads it had."""
-    threads: dict[str, set[int]] = {}
-    for record in records:
-        if record.machine:
-            threads.setdefault(hardware(record), set()).add(record.machine["threads"])
-    return " / ".join(
-        f"{name}, {' / '.join(map(str, sorted(numbers)))} threads"
-        for name, numbers in threads.items()
-    )
-
-
-def hardware(record: Record) -> str:
-    return ", ".join([*record.machine.get("gpus", []), record.machine["processor"]])
 
 
 def device(record: Record) -> str:
@@ -135,22 +82,3 @@ def setting(key: str, words: str) -> Fact:
 def data(record: Record) -> str:
     """Without what tells the split: ``archive pets.tar (train), 80 % kept`` is of pets.tar."""
     return str(record.protocol.data).partition(" (train)")[0]
-
-
-def sentence(words: str) -> str:
-    """With a capital and a full stop."""
-    return f"{words[:1].upper()}{words[1:]}."
-
-
-def section(table: str, *below: str) -> str:
-    return f"{table}\n\n{' '.join(filter(None, below))}"
-
-
-def markdown_table(headings: Sequence[str], align: str, rows: Iterable[Sequence[str]]) -> str:
-    """Without the columns in which no row has anything."""
-    rows = list(rows)
-    kept = [place for place in range(len(headings)) if any(row[place] for row in rows)]
-    rules = ["---:" if side == "r" else "---" for side in align]
-    return "\n".join(
-        f"| {' | '.join(cells[place] for place in kept)} |" for cells in [headings, rules, *rows]
-    )

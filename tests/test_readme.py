@@ -29,6 +29,7 @@ import xmoco.export
 import xmoco.planning
 import xmoco.pretraining
 import xmoco.report.tables
+import xmoco.tables.running
 from xmoco.cli import app
 from xmoco.data.label_file import read_label_file
 from xmoco.data.torchvision_sets import SPLIT_ARGUMENTS
@@ -43,6 +44,7 @@ from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.planning import AUTO_BASE
 from xmoco.records import Measured, Record, append_records
 from xmoco.settings import load_config
+from xmoco.tables.definition import Asked, plan, read_table
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -200,6 +202,7 @@ class StandIns:
             (xmoco.data.transfer_sets, "open_transfer_sets", self.transfer_sets),
             (xmoco.evaluate.transfer, "evaluate_transfer", self.transfer),
             (xmoco.report.tables, "draw_transfer", lambda asked: [asked["out"]]),
+            (xmoco.tables.running, "run_table", self.table),
             (xmoco.export, "export", self.export),
             (xmoco.export, "how_to_load", lambda asked: f"load {asked}"),
             (xmoco.demo, "run_demo", lambda _: {}),
@@ -246,6 +249,11 @@ class StandIns:
         return record
 
     @staticmethod
+    def table(asked: dict[str, Any]) -> Any:
+        assert plan(asked["job"].table, asked["job"].asked)
+        return SimpleNamespace(files=[asked["job"].out], problem=None)
+
+    @staticmethod
     def export(asked: dict[str, Any]) -> Path:
         assert asked["to"] in ("torchvision", "timm", "onnx", "detectron2")
         return asked["out"] or Path("exported")
@@ -260,7 +268,7 @@ def test_commands_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     stand_ins = StandIns(monkeypatch)
     result = CliRunner().invoke(app, shlex.split(line))
     assert result.exit_code == 0, (result.output, result.exception)
-    assert stand_ins.called or line.startswith(("--help", "settings"))
+    assert stand_ins.called or line.startswith(("--help", "settings")) or line == "tables"
 
 
 @pytest.mark.parametrize(
@@ -680,7 +688,7 @@ def test_comparisons_are_means_over_seeds(tables: ModuleType, place: Any) -> Non
     assert tables.comparison_tables(place) == ""
 
     def trial(subject: str, changes: str, value: float, seed: int, k: int = 20) -> Record:
-        facts = {"split": "test", "size": 128, "k": k, "changes": changes}
+        facts = {"split": "test", "size": 128, "k": k, "changes": changes, "recipe_digest": "ab"}
         return Record("knn_top1", value, "%", subject, "pets-resnet18-9ep", facts, seed)
 
     trials = [
@@ -692,7 +700,7 @@ def test_comparisons_are_means_over_seeds(tables: ModuleType, place: Any) -> Non
     ]
     append_records(place.results / "compare-pets.jsonl", trials)
     text = tables.comparison_tables(place)
-    assert "**pets-resnet18-9ep, judged at 128 px on test images**" in text
+    assert "**pets-resnet18-9ep, judged at 128 px on test images; recipe ab**" in text
     assert rows_of(text) == [
         "| entry | changes | kNN, k 20 | kNN, k 200 | seeds |",
         "| --- | --- | ---: | ---: | ---: |",
@@ -700,6 +708,34 @@ def test_comparisons_are_means_over_seeds(tables: ModuleType, place: Any) -> Non
         "| XMoCo+ | `teacher=keys` | 75.0 % | 74.0 % | 1 |",
     ]
     assert "All have `batch=128 hue=0.1`. Seeds 0, 1;" in text
+
+
+def test_tables_stand_beside_the_paper(tables: ModuleType, plain: ModuleType, place: Any) -> None:
+    assert tables.paper_tables(place) == ""
+
+    def measured(one: Any, value: float, **changed: Any) -> Record:
+        facts = {**one.trial.facts, **one.trial.told, "data": "archive pets.tar (train)", "k": 200}
+        facts |= {"size": 128, "train_images": 90, "judged_images": 10} | changed
+        subject, work, seed = one.trial.subject, one.trial.work, one.trial.seed
+        return Record("knn_top1", value, "%", subject, work, facts, seed)
+
+    runs = plan(read_table("xi"), Asked(data="pets", seeds=(0, 1), rows=("0.5", "0.9")))
+    records = [measured(one, value) for one, value in zip(runs, (70, 75, 72, 75), strict=True)]
+    records.append(measured(runs[0], 11, settings={"method": {"name": "older"}}))
+    append_records(place.results / "tables.jsonl", records)
+    text = tables.paper_tables(place)
+    assert "### ξ, the share of a soft label given to the positive" in text
+    assert "Trained on pets for 100 epochs, judged on test images." in text
+    assert rows_of(text)[:4] == [
+        "| ξ | kNN, k 200 | seeds | paper: kNN, k 200 |",
+        "| --- | ---: | ---: | ---: |",
+        "| 0.5 | 71.0 ± 1.4 % | 2 | 42.5 % |",
+        "| 0.9 | 75.0 ± 0.0 % | 2 | 51.4 % |",
+    ]
+    assert "Not measured yet: 0.6, 0.7, 0.8, 1.0. By kNN, k 200, 1 of 1 pairs" in text
+    assert "**With settings of former days: pets-resnet18-100ep**" in text
+    assert "11.0 %" in rows_of(text)[-1]
+    assert plain.other_tables(place) == ""
 
 
 def test_the_headline_tells_size_seed_and_time(tables: ModuleType, place: Any) -> None:

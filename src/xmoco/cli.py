@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from xmoco.cli_evaluate import evaluate, first_process, print_plain
+from xmoco.cli_tables import tables
 
 STOPPED = (
-    "stopped; a pre-training that has begun goes on with --resume, an evaluation with the same "
-    "command."
+    "stopped; a pre-training that has begun goes on with --resume, an evaluation or a table with "
+    "the same command."
 )
 
 app = typer.Typer(
@@ -30,7 +31,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(evaluate, name="evaluate")
-tables = typer.Typer(help="Draw the paper's tables from records.", no_args_is_help=True)
 app.add_typer(tables, name="tables")
 
 
@@ -109,25 +109,6 @@ def pretrain(
     )
     if first_process():
         print_plain(f"\nweights  {result.weights}\nreport   {result.report}")
-
-
-@tables.command(
-    "transfer", epilog="Example: `xmoco tables transfer transfer.jsonl --out docs/tables`"
-)
-def transfer_tables(
-    records: Annotated[
-        list[Path], typer.Argument(help="Files of records by `xmoco evaluate transfer`.")
-    ],
-    out: Annotated[Path, typer.Option(help="The folder the tables go into.")] = Path("tables"),
-) -> None:
-    """The paper's tables of transfer, frozen and end to end, with your records beneath.
-
-    Each is written as Markdown and as a picture; the best is bold, the second underlined.
-    """
-    from xmoco.report.tables import draw_transfer
-
-    for path in draw_transfer(records, out):
-        print_plain(f"table    {path}")
 
 
 @app.command(

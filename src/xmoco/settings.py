@@ -74,7 +74,7 @@ def _by_section(changes: Iterable[tuple[str, Any]], mistakes: list[str]) -> Sett
 def read_config(path: Path) -> Config:
     """The configuration in a run's config.yaml."""
     try:
-        return config_from_settings(_read_yaml(_read_text(path), "it"))
+        return config_from_settings(read_yaml(read_text(path), "it"))
     except UserError as error:
         raise UserError(f"{path} cannot be used: {error}") from None
 
@@ -94,7 +94,7 @@ def read_recipe(recipe: str | Path, heirs: tuple[str, ...] = ()) -> Settings:
     text, where = _recipe_text(recipe)
     if where in heirs:
         raise UserError(f"{where} inherits from itself.")
-    content = _read_yaml(text, where) or {}
+    content = read_yaml(text, where) or {}
     if not isinstance(content, dict):
         raise UserError(
             f"{where} must hold sections such as `train:`, not {type(content).__name__}."
@@ -172,7 +172,7 @@ def _recipe_text(recipe: str | Path) -> tuple[str, str]:
         return resource.read_text(encoding="utf-8"), f"recipe {recipe}"
     if _is_file(recipe):
         try:
-            return _read_text(Path(recipe)), str(recipe)
+            return read_text(Path(recipe)), str(recipe)
         except UserError as error:
             raise UserError(f"cannot read the recipe {recipe}: {error}") from None
     names = recipe_names()
@@ -186,14 +186,14 @@ def _is_file(recipe: str | Path) -> bool:
     return Path(recipe).suffix in {".yaml", ".yml"}
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise UserError(getattr(error, "strerror", None) or "it is not a text file") from None
 
 
-def _read_yaml(text: str, where: str) -> Any:
+def read_yaml(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
@@ -212,7 +212,7 @@ def _parse(key: str, text: str) -> Any:
     if path is not None and all_fields()[path].annotation is str:
         return text
     try:
-        return _read_yaml(text, key)
+        return read_yaml(text, key)
     except UserError:
         return text
 

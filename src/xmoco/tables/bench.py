@@ -8,8 +8,8 @@ that a trial whose records are there is never run again.
 import copy
 import gc
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,9 @@ class Column:
     def shows(self, record: Record | Kept) -> bool:
         return record.measure == self.measure and record.protocol.get("k") == self.k
 
+    def can_be_had_on(self, device: str) -> bool:
+        return self.measure != "gpu_memory" or device == "cuda"
+
 
 COLUMNS: Mapping[str, Column] = {
     "knn20": Column("kNN, k 20", "knn_top1", k=20),
@@ -79,6 +82,8 @@ class Trial:
     config: Config
     facts: Mapping[str, Any]
     """What its records say that those of no other configuration do."""
+    told: Mapping[str, Any] = field(default_factory=dict)
+    """What they say besides."""
 
     @property
     def seed(self) -> int:
@@ -97,6 +102,11 @@ class Trial:
             if (record.subject, record.work, record.seed) == (self.subject, self.work, self.seed)
             and wanted <= record.protocol.items()
         ]
+
+    def lacks(self, columns: Sequence[Column], records: Sequence[Kept]) -> list[Column]:
+        """The columns that none of the records shows for this trial."""
+        own = self.own(records)
+        return [column for column in columns if not any(map(column.shows, own))]
 
 
 def known_records(path: Path) -> list[Kept]:
@@ -148,10 +158,6 @@ class Bench:
     def device(self) -> torch.device:
         return self.fabric.device
 
-    def possible(self, columns: Sequence[Column]) -> list[Column]:
-        """Those that can be measured on this device."""
-        return [c for c in columns if c.measure != "gpu_memory" or self.device.type == "cuda"]
-
     def attempt(
         self,
         trial: Trial,
@@ -159,7 +165,7 @@ class Bench:
         run: RunFolder,
         *,
         sizes: Sequence[int] | None = None,
-        callback: Callback | None = None,
+        watch: Callable[[Training], Callback] = lambda _: Callback(),
         command: str = "",
     ) -> list[Record]:
         """Train, or go on where ``run`` was interrupted; then measure, by images of ``sizes``.
@@ -178,11 +184,12 @@ class Bench:
             resume_command=command,
         )
         training.restore()
-        seconds, gib = self._train(training, callback or Callback())
+        seconds, gib = self._train(training, watch)
         method = training.task
         assert isinstance(method, Method)
         common = {
             **trial.facts,
+            **trial.told,
             "data": self.images.train.name,
             "train_images": len(self.images.train),
             "judged_images": len(self.images.test),
@@ -217,20 +224,22 @@ class Bench:
         return found
 
     def _free(self) -> None:
-        """What the last trial left, however it ended: a recorded CUDA graph is freed with its
-        cycles."""
-        gc.collect()
+        """What the last trial left on the GPU, however it ended: a recorded CUDA graph is freed
+        with its cycles."""
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
-    def _train(self, training: Training, callback: Callback) -> tuple[float, float]:
+    def _train(
+        self, training: Training, watch: Callable[[Training], Callback]
+    ) -> tuple[float, float]:
         """Seconds of training over all sessions, and the GPU's memory at the most, in GiB."""
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         before, started = training.seconds, time.perf_counter()
         if not training.finished:
-            with callback:
+            with watch(training) as callback:
                 training.train(callback)
         if on_gpu:
             torch.cuda.synchronize(self.device)

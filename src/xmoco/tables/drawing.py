@@ -1,0 +1,430 @@
+"""Records become a table: Markdown, CSV and a picture, with the paper's ImageNet figures beside.
+
+Measured figures and the paper's are of different images and networks, so that orders and trends
+compare, not values. In the picture they have panels of their own, on scales of the same span: a
+point of accuracy is as high in either.
+"""
+
+import csv
+import io
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from xmoco.errors import UserError
+from xmoco.files import write_whole
+from xmoco.report.circumstances import circumstances, markdown_table, sentence
+from xmoco.report.curves import LIGHT, to_png
+from xmoco.tables.bench import HELD_OUT, Column, Kept
+from xmoco.tables.definition import PaperColumn, Row, Table, settings_of_rows
+
+NOTHING = "–"
+DIGITS = {"%": 1, "s": 0, "GiB": 2, "MiB": 1, "M": 1}
+VARYING = ("%", "s")
+"""Units of what differs from seed to seed."""
+ONE_SEED = "Every figure is of one seed: take differences below a point for chance."
+DEVIATION = "± is the standard deviation over seeds."
+
+
+class Group(NamedTuple):
+    """What all figures of a table share."""
+
+    source: str
+    epochs: int
+    split: str
+    held_out_share: float | None
+
+    @classmethod
+    def of(cls, protocol: Mapping[str, Any]) -> "Group":
+        return cls(
+            protocol["source"],
+            protocol["epochs"],
+            protocol["split"],
+            protocol.get("held_out_share"),
+        )
+
+    def __str__(self) -> str:
+        epochs = "1 epoch" if self.epochs == 1 else f"{self.epochs} epochs"
+        judged = "test images"
+        if self.split == HELD_OUT:
+            judged = f"{100 * (self.held_out_share or 0):g} % of the training images, held out"
+        return f"trained on {self.source} for {epochs}, judged on {judged}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What was measured, by seed."""
+
+    values: Mapping[int, float]
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(self.values.values())
+
+    @property
+    def deviation(self) -> float | None:
+        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row and what was measured of it."""
+
+    row: Row
+    cells: Mapping[Column, Cell]
+
+    @property
+    def seeds(self) -> int:
+        return max((len(cell.values) for cell in self.cells.values()), default=0)
+
+
+@dataclass(frozen=True)
+class Filled:
+    """A table with all that records tell of it in one group."""
+
+    table: Table
+    group: Group
+    lines: Sequence[Line]
+    records: Sequence[Kept]
+
+    @property
+    def columns(self) -> list[Column]:
+        """Those of which something is known: not every device measures all."""
+        known = [c for c in self.table.measured if any(c in line.cells for line in self.lines)]
+        return known or self.table.measured
+
+    def measured_only(self) -> "Filled":
+        """Without the rows that are still to be measured."""
+        lines = [line for line in self.lines if line.cells or line.row.paper_only]
+        return Filled(self.table, self.group, lines, self.records)
+
+
+def fill(
+    table: Table, records: Sequence[Kept], group: Group, overrides: Sequence[str] = ()
+) -> Filled:
+    """The table of one group. A record belongs to the row whose settings it has."""
+    rows = settings_of_rows(table, overrides)
+    own = [
+        record for record in records if _of_a_table(record) and Group.of(record.protocol) == group
+    ]
+    shown: list[Kept] = []
+    lines = []
+    for row in table.rows:
+        found = [r for r in own if (r.subject, r.protocol["settings"]) == rows.get(row.name)]
+        cells = {}
+        for column in table.measured:
+            last = {record.seed: record for record in found if column.shows(record)}
+            if last:
+                cells[column] = Cell({seed: record.value for seed, record in last.items()})
+                shown += last.values()
+        lines.append(Line(row, cells))
+    return Filled(table, group, lines, shown)
+
+
+def groups_of(table: Table, records: Sequence[Kept]) -> list[Group]:
+    """Those in which records tell something of a table."""
+    rows = list(settings_of_rows(table).values())
+    return list(
+        dict.fromkeys(
+            Group.of(record.protocol)
+            for record in records
+            if _of_a_table(record) and (record.subject, record.protocol["settings"]) in rows
+        )
+    )
+
+
+def _of_a_table(record: Kept) -> bool:
+    return {"source", "settings", "epochs", "split"} <= record.protocol.keys()
+
+
+def draw(filled: Filled, name: str, out: Path, failed: Mapping[str, str]) -> list[Path]:
+    """Write the table as Markdown, CSV and a picture into folder ``out``."""
+    contents = {
+        out / f"{name}.md": page(filled, failed).encode(),
+        out / f"{name}.csv": csv_text(filled).encode(),
+        out / f"{name}.png": to_png(picture(filled)),
+    }
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {out}: {error.strerror or error}.") from None
+    for path, content in contents.items():
+        write_whole(path, content)
+    return list(contents)
+
+
+# Words
+
+
+def page(filled: Filled, failed: Mapping[str, str]) -> str:
+    gaps = [f"- {label} failed: {reason}." for label, reason in failed.items()]
+    parts = [
+        f"# {filled.table.title}",
+        sentence(str(filled.group)),
+        markdown(filled),
+        "\n".join(gaps),
+        " ".join(notes(filled)),
+    ]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def markdown(filled: Filled) -> str:
+    table = filled.table
+    headings = [
+        table.axis or "",
+        *(column.heading for column in filled.columns),
+        "seeds",
+        *(f"paper: {column.heading}" for column in table.paper_columns),
+    ]
+    rows = [
+        [
+            line.row.name,
+            *(_cell(line.cells.get(column), column) for column in filled.columns),
+            _seeds(line),
+            *(_figure(figure, column.unit) for figure, column in _paper(table, line.row)),
+        ]
+        for line in filled.lines
+    ]
+    return markdown_table(headings, "l" + "r" * (len(headings) - 1), rows)
+
+
+def _paper(table: Table, row: Row) -> Iterator[tuple[float | None, PaperColumn]]:
+    figures = row.paper or [None] * len(table.paper_columns)
+    return zip(figures, table.paper_columns, strict=True)
+
+
+def _cell(cell: Cell | None, column: Column) -> str:
+    if cell is None:
+        return NOTHING
+    digits, deviation = DIGITS[column.unit], ""
+    if cell.deviation is not None and column.unit in VARYING:
+        deviation = f" ± {cell.deviation:.{digits}f}"
+    return f"{cell.mean:,.{digits}f}{deviation} {column.unit}"
+
+
+def _figure(figure: float | None, unit: str) -> str:
+    if figure is None:
+        return NOTHING
+    return f"{figure:.1f} %" if unit == "%" else f"{figure:g} {unit}"
+
+
+def _seeds(line: Line) -> str:
+    return {0: NOTHING, 1: "one"}.get(line.seeds, str(line.seeds))
+
+
+def notes(filled: Filled) -> list[str]:
+    """What is to be read out of the table, and how its figures came about."""
+    several = any(line.seeds > 1 for line in filled.lines)
+    told = [*agreements(filled), DEVIATION if several else ONE_SEED if filled.records else ""]
+    if filled.records:
+        told.append(circumstances(filled.records, _data, _size))
+    if filled.table.paper:
+        told.append(f"Paper: {filled.table.paper}.")
+    return [words for words in told if words]
+
+
+def _data(record: Kept) -> str:
+    facts = record.protocol
+    counts = f"{facts['train_images']:,} images, {facts['judged_images']:,} judged"
+    return f"{str(facts['data']).partition(' (train)')[0]} ({counts})"
+
+
+def _size(record: Kept) -> str | None:
+    size = record.protocol.get("size")
+    return None if size is None else f"judged at {size} px"
+
+
+def agreements(filled: Filled) -> Iterator[str]:
+    """Whether the paper's order of rows is found again, column by column."""
+    columns = dict(zip(filled.table.columns, filled.table.measured, strict=True))
+    for place, paper in enumerate(filled.table.paper_columns):
+        if paper.beside is None:
+            continue
+        ours = columns[paper.beside]
+        both = [
+            (line.row.name, line.cells[ours].mean, figure)
+            for line in filled.lines
+            if ours in line.cells
+            and line.row.paper
+            and (figure := line.row.paper[place]) is not None
+        ]
+        pairs = [
+            (one[1] - other[1]) * (one[2] - other[2]) > 0
+            for one, other in itertools.combinations(both, 2)
+            if one[2] != other[2]
+        ]
+        if pairs:
+            best, paper_best = (max(both, key=lambda row: row[i])[0] for i in (1, 2))
+            yield (
+                f"By {ours.heading}, {sum(pairs)} of {len(pairs)} pairs of rows stand in the order "
+                f"of the paper's {paper.heading}; the best here is {best}, there {paper_best}."
+            )
+
+
+def csv_text(filled: Filled) -> str:
+    """Every number of the table in a cell of its own."""
+    table = filled.table
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    heads = [
+        f"{column.heading} ({column.unit}) {what}"
+        for column in table.measured
+        for what in ("mean", "deviation", "seeds")
+    ]
+    paper = [f"paper: {column.heading} ({column.unit})" for column in table.paper_columns]
+    writer.writerow([table.axis or "row", *heads, *paper])
+    for line in filled.lines:
+        numbers: list[Any] = []
+        for column in table.measured:
+            cell = line.cells.get(column)
+            numbers += ["", "", 0] if cell is None else _numbers(cell)
+        figures = [figure for figure, _ in _paper(table, line.row)]
+        writer.writerow([line.row.name, *numbers, *figures])
+    return text.getvalue()
+
+
+def _numbers(cell: Cell) -> list[Any]:
+    return [cell.mean, cell.deviation, len(cell.values)]
+
+
+# The picture
+
+
+class Point(NamedTuple):
+    place: int
+    value: float
+    deviation: float | None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Series over the rows, all of one unit."""
+
+    title: str
+    unit: str
+    series: Mapping[str, Sequence[Point]]
+
+
+HEIGHT, ROW_WIDTH, LEAST_WIDTH = 3.6, 0.55, 3.4  # inches
+LEAST_SPAN = 10.0  # points of accuracy: smaller differences are shown as the small ones they are
+PANELS_ABREAST = 3
+APART = 0.12  # rows: so that series do not hide each other
+LONG_NAME = 6  # letters; longer names stand upright
+
+
+def picture(filled: Filled) -> Figure:
+    found = _panels(filled)
+    columns = min(PANELS_ABREAST, max(1, len(found)))
+    rows = max(1, math.ceil(len(found) / columns))
+    width = max(LEAST_WIDTH, ROW_WIDTH * len(filled.lines) + 0.8)
+    size = (width * columns, HEIGHT * rows)
+    figure = Figure(figsize=size, facecolor=LIGHT.paper, layout="constrained")
+    FigureCanvasAgg(figure)
+    title = figure.suptitle(f"{filled.table.title}\n{filled.group}", fontsize=10, color=LIGHT.ink)
+    title.set_parse_math(False)
+    span = min(100, max([LEAST_SPAN, *(1.15 * _extent(p) for p in found if p.unit == "%")]))
+    for place, panel in enumerate(found):
+        _draw_panel(figure.add_subplot(rows, columns, place + 1), panel, filled, span)
+    scales = f"Every axis of accuracies spans {span:.0f} points; all others begin at 0."
+    note = scales if found else "nothing measured yet"
+    figure.supxlabel(note, fontsize=8, color=LIGHT.ink)
+    return figure
+
+
+def _panels(filled: Filled) -> list[Panel]:
+    """Measured accuracies beside the paper's; then what has another unit, each by itself."""
+    measured = {
+        column: [
+            Point(place, cell.mean, cell.deviation)
+            for place, line in enumerate(filled.lines)
+            if (cell := line.cells.get(column)) is not None
+        ]
+        for column in filled.table.measured
+    }
+    paper = {
+        column: [
+            Point(place, figure, None)
+            for place, line in enumerate(filled.lines)
+            if line.row.paper and (figure := line.row.paper[number]) is not None
+        ]
+        for number, column in enumerate(filled.table.paper_columns)
+    }
+    sides: list[tuple[str, Mapping[Any, list[Point]]]] = [
+        ("measured", measured),
+        ("paper, ImageNet", paper),
+    ]
+    accuracies = [
+        Panel(title, "%", {c.heading: points for c, points in found.items() if c.unit == "%"})
+        for title, found in sides
+    ]
+    others = [
+        Panel(f"{title}: {column.heading}", column.unit, {column.heading: points})
+        for title, found in sides
+        for column, points in found.items()
+        if column.unit != "%"
+    ]
+    return [p for p in (*accuracies, *others) if any(p.series.values())]
+
+
+def _extent(panel: Panel) -> float:
+    """From the lowest to the highest that is drawn."""
+    low, high = _limits(panel)
+    return high - low
+
+
+def _limits(panel: Panel) -> tuple[float, float]:
+    points = [point for series in panel.series.values() for point in series]
+    return (
+        min(point.value - (point.deviation or 0) for point in points),
+        max(point.value + (point.deviation or 0) for point in points),
+    )
+
+
+def _draw_panel(axes: Axes, panel: Panel, filled: Filled, span: float) -> None:
+    ordered = filled.table.axis is not None
+    for number, (name, points) in enumerate(panel.series.items()):
+        aside = APART * (number - (len(panel.series) - 1) / 2)
+        axes.errorbar(
+            [point.place + aside for point in points],
+            [point.value for point in points],
+            yerr=[point.deviation or 0 for point in points],
+            label=name,
+            color=LIGHT.curves[number % len(LIGHT.curves)],
+            marker="osD^"[number % 4],
+            markersize=5,
+            linestyle="-" if ordered else "none",
+            linewidth=1.2,
+            capsize=3,
+            clip_on=False,
+        )
+    names = [line.row.name for line in filled.lines]
+    upright = 90 if max(map(len, names)) > LONG_NAME else 0
+    axes.set_xticks(range(len(names)), names, rotation=upright, parse_math=False)
+    axes.set_xlim(-0.5, len(names) - 0.5)
+    axes.set_xlabel(filled.table.axis or "", color=LIGHT.ink, fontsize=9)
+    low, high = _limits(panel)
+    if panel.unit == "%":
+        middle = min(max((low + high) / 2, span / 2), 100 - span / 2)
+        axes.set_ylim(middle - span / 2, middle + span / 2)
+    else:
+        axes.set_ylim(0, 1.1 * high)
+    unit = "accuracy, %" if panel.unit == "%" else panel.unit
+    axes.set_ylabel(unit, color=LIGHT.ink, fontsize=9)
+    title = axes.set_title(panel.title, loc="left", fontsize=9, weight="bold", color=LIGHT.ink)
+    title.set_parse_math(False)
+    axes.tick_params(colors=LIGHT.ink, labelsize=8, length=0)
+    axes.grid(color=LIGHT.grid, linewidth=0.8)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(LIGHT.grid)
+    if len(panel.series) > 1:
+        axes.legend(fontsize=8, edgecolor="none", labelcolor=LIGHT.ink)

@@ -1,0 +1,223 @@
+"""Tables as they are drawn: means and deviations, the paper's figures, gaps and honest scales."""
+
+import csv
+import io
+import statistics
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import kendalltau
+
+from xmoco.report.curves import to_png
+from xmoco.tables.bench import COLUMNS, Kept
+from xmoco.tables.definition import Asked, Table, plan, read_table, table_names
+from xmoco.tables.drawing import (
+    Cell,
+    Filled,
+    Group,
+    Line,
+    agreements,
+    csv_text,
+    fill,
+    groups_of,
+    markdown,
+    notes,
+    page,
+    picture,
+)
+
+TABLE = Table.model_validate(
+    {
+        "title": "ξ",
+        "about": "a few",
+        "recipe": "demo",
+        "epochs": 3,
+        "seeds": [0],
+        "columns": ["knn20", "time", "gpu_memory"],
+        "axis": "ξ",
+        "paper": "ImageNet, ResNet-50",
+        "paper_columns": [
+            {"heading": "kNN", "beside": "knn20"},
+            {"heading": "memory", "unit": "GB"},
+        ],
+        "rows": [
+            {"name": "0.5", "settings": "positive_mass=0.5", "paper": [42.5, 4.0]},
+            {"name": "0.7", "settings": "positive_mass=0.7", "paper": [47.0, None]},
+            {"name": "0.9", "settings": "positive_mass=0.9"},
+            {"name": "7", "paper_only": True, "paper": [44.5, 6.5]},
+        ],
+    }
+)
+
+
+def record(name: str, column: str, value: float, seed: int = 0, **facts: Any) -> Kept:
+    """Of a row of the table."""
+    (one,) = plan(TABLE, Asked(data="patterns", rows=(name,), seeds=(seed,)))
+    shown = COLUMNS[column]
+    protocol = {**one.trial.facts, **one.trial.told, "data": "patterns (train)", "size": 32}
+    protocol |= {"train_images": 6000, "judged_images": 1500} | facts
+    return Kept(
+        measure=shown.measure,
+        value=value,
+        unit=shown.unit,
+        subject=one.trial.subject,
+        work=one.trial.work,
+        protocol=protocol | ({} if shown.k is None else {"k": shown.k}),
+        seed=seed,
+        machine={"processor": "Abacus", "threads": 2},
+        versions={"torch": "2.11.0"},
+        time="2026-01-02T03:04:05Z",
+    )
+
+
+GROUP = Group("patterns", 3, "test", None)
+RECORDS = [
+    record("0.5", "knn20", 99.0),
+    record("0.5", "knn20", 50.0),  # measured again
+    record("0.5", "knn20", 52.0, seed=1),
+    record("0.5", "time", 1234.4),
+    record("0.9", "knn20", 60.04),
+    record("0.9", "knn20", 1.0, epochs=4),
+    record("0.9", "knn20", 2.0, split="validation, held out of the training images"),
+]
+
+
+@pytest.fixture
+def filled() -> Filled:
+    return fill(TABLE, RECORDS, GROUP)
+
+
+def test_cells_are_means_with_deviations_and_gaps(filled: Filled) -> None:
+    assert markdown(filled).splitlines() == [
+        "| ξ | kNN, k 20 | time of training | seeds | paper: kNN | paper: memory |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| 0.5 | 51.0 ± 1.4 % | 1,234 s | 2 | 42.5 % | 4 GB |",
+        "| 0.7 | – | – | – | 47.0 % | – |",
+        "| 0.9 | 60.0 % | – | one | – | – |",
+        "| 7 | – | – | – | 44.5 % | 6.5 GB |",
+    ]
+    assert [line.row.name for line in filled.measured_only().lines] == ["0.5", "0.9", "7"]
+
+
+def test_a_page_tells_how_its_figures_came_about(filled: Filled) -> None:
+    text = page(filled, {"0.7, seed 0": "it diverged"})
+    for words in (
+        "# ξ\n\nTrained on patterns for 3 epochs, judged on test images.\n\n| ξ |",
+        "\n- 0.7, seed 0 failed: it diverged.\n",
+        "± is the standard deviation over seeds.",
+        "Seeds 0, 1; patterns (6,000 images, 1,500 judged); judged at 32 px; Abacus, 2 threads",
+        "torch 2.11.0; 2026-01-02.",
+        "Paper: ImageNet, ResNet-50.",
+    ):
+        assert words in text, words
+    one = fill(TABLE, RECORDS[4:5], GROUP)
+    assert "Every figure is of one seed" in " ".join(notes(one))
+    nothing = fill(TABLE, [], GROUP)
+    assert notes(nothing) == ["Paper: ImageNet, ResNet-50."]
+
+
+def test_groups_are_told_apart() -> None:
+    held = "validation, held out of the training images"
+    assert groups_of(TABLE, RECORDS) == [
+        GROUP,
+        GROUP._replace(epochs=4),
+        GROUP._replace(split=held),
+    ]
+    shown = fill(TABLE, RECORDS, GROUP._replace(epochs=4))
+    assert [record.value for record in shown.records] == [1.0]
+    words = str(GROUP._replace(split=held, held_out_share=0.25, epochs=1))
+    assert (
+        words == "trained on patterns for 1 epoch, judged on 25 % of the training images, held out"
+    )
+
+
+def test_every_number_has_a_cell_in_the_csv(filled: Filled) -> None:
+    rows = list(csv.DictReader(io.StringIO(csv_text(filled))))
+    first = rows[0]
+    assert first["ξ"] == "0.5"
+    assert float(first["kNN, k 20 (%) mean"]) == 51.0
+    assert float(first["kNN, k 20 (%) deviation"]) == pytest.approx(np.std([50, 52], ddof=1))
+    assert first["kNN, k 20 (%) seeds"] == "2"
+    assert float(first["paper: memory (GB)"]) == 4.0
+    assert (rows[1]["kNN, k 20 (%) mean"], rows[1]["kNN, k 20 (%) seeds"]) == ("", "0")
+    assert rows[1]["paper: memory (GB)"] == ""
+
+
+figures = st.lists(st.floats(0, 100).map(lambda f: round(f, 1)), min_size=2, max_size=7)
+
+
+@settings(max_examples=30)
+@given(figures, st.data())
+def test_agreement_is_kendalls(paper: list[float], data: st.DataObject) -> None:
+    """τ is the share of pairs in the same order less the share of those in the other."""
+    unique = dict.fromkeys(paper)
+    values = data.draw(st.permutations([10.0 + place for place in range(len(unique))]))
+    rows = [
+        {"name": str(place), "settings": f"positive_mass=0.{place + 1}", "paper": [figure, None]}
+        for place, figure in enumerate(unique)
+    ]
+    own = Table.model_validate(TABLE.model_dump() | {"rows": rows})
+    cells = fill(own, [], GROUP)
+    column = own.measured[0]
+    lines = [
+        Line(line.row, {column: Cell({0: value})})
+        for line, value in zip(cells.lines, values, strict=True)
+    ]
+    told = list(agreements(Filled(own, GROUP, lines, [])))
+    pairs = len(values) * (len(values) - 1) // 2
+    if not pairs:
+        assert told == []
+        return
+    same = round((kendalltau(list(unique), values).statistic + 1) / 2 * pairs)
+    assert f"By kNN, k 20, {same} of {pairs} pairs of rows stand in the order" in told[0]
+    best, there = int(np.argmax(values)), int(np.argmax(list(unique)))
+    assert told[0].endswith(f"the best here is {best}, there {there}.")
+
+
+def test_the_picture_has_labels_and_honest_scales(filled: Filled) -> None:
+    figure = picture(filled)
+    panels = {axes.get_title(loc="left"): axes for axes in figure.axes}
+    assert list(panels) == [
+        "measured",
+        "paper, ImageNet",
+        "measured: time of training",
+        "paper, ImageNet: memory",
+    ]
+    spans = []
+    for title in ("measured", "paper, ImageNet"):
+        low, high = panels[title].get_ylim()
+        spans.append(high - low)
+        assert low >= 0
+        assert high <= 100
+        assert panels[title].get_ylabel() == "accuracy, %"
+    assert spans[0] == pytest.approx(spans[1])  # a point is as high in either
+    assert panels["measured: time of training"].get_ylim()[0] == 0
+    assert panels["measured: time of training"].get_ylabel() == "s"
+    for axes in figure.axes:
+        assert axes.get_xlabel() == "ξ"
+        assert [tick.get_text() for tick in axes.get_xticklabels()] == ["0.5", "0.7", "0.9", "7"]
+    low, high = panels["measured"].get_ylim()
+    deviation = statistics.stdev([50.0, 52.0])
+    assert low <= 51 - deviation
+    assert high >= 60.04
+    assert to_png(figure).startswith(b"\x89PNG")
+
+
+def test_a_picture_of_nothing_says_so() -> None:
+    own = Table.model_validate(
+        TABLE.model_dump() | {"paper_columns": [], "rows": [{"name": "$a_b$"}]}
+    )
+    figure = picture(fill(own, [], GROUP))
+    assert figure.axes == []
+    assert figure.get_supxlabel() == "nothing measured yet"
+
+
+@pytest.mark.parametrize("name", table_names())
+def test_the_papers_figures_of_every_table_can_be_drawn(name: str) -> None:
+    own = read_table(name)
+    shown = fill(own, [], GROUP)
+    assert picture(shown).axes
+    assert markdown(shown).count("\n") == len(own.rows) + 1

@@ -1,0 +1,384 @@
+"""``xmoco tables run``: what is missing is run once, whatever happens meanwhile."""
+
+import json
+import multiprocessing
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from matplotlib.figure import Figure
+from safetensors.torch import load_file
+
+from helpers import (
+    Outcome,
+    assert_done,
+    assert_refused,
+    make_images,
+    run_cli,
+    write_recipe,
+)
+from xmoco.evaluate.classify import LINEAR
+from xmoco.tables import bench, drawing, running
+from xmoco.tables.definition import Asked, plan, read_table
+from xmoco.train.run_folder import RunFolder
+
+TABLE: dict[str, Any] = {
+    "title": "Two rows",
+    "about": "for tests",
+    "recipe": "fast.yaml",
+    "epochs": 1,
+    "seeds": [0],
+    "columns": ["knn20", "logistic", "bank_memory", "gpu_memory"],
+    "axis": "ξ",
+    "paper": "ImageNet, ResNet-50",
+    "paper_columns": [{"heading": "kNN", "beside": "knn20"}],
+    "rows": [
+        {"name": "0.5", "settings": "positive_mass=0.5", "paper": [42.5]},
+        {"name": "0.9", "settings": "positive_mass=0.9", "paper": [51.4]},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "gratings"
+    for split in ("train", "val"):
+        make_images(folder / split, each=12)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with images, a quick recipe and a table; pictures are left out."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(drawing, "picture", lambda _: Figure((1, 1)))
+    write_recipe(tmp_path / "fast.yaml", images, train={"batch": 16, "log_every": 1, "epochs": 1})
+    write_table()
+    return tmp_path
+
+
+def write_table(name: str = "two.yaml", **changes: Any) -> None:
+    Path(name).write_text(yaml.safe_dump(TABLE | changes))
+
+
+def run(*arguments: str, name: str = "two.yaml") -> Outcome:
+    return run_cli("tables", "run", name, "--out", "out", *arguments)
+
+
+def records() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path("out/records.jsonl").read_text().splitlines()]
+
+
+def trained() -> set[tuple[float, int]]:
+    """ξ and seed of all runs that have records."""
+    methods = [(r["protocol"]["settings"]["method"], r["seed"]) for r in records()]
+    return {(method.get("positive_mass", 0.9), seed) for method, seed in methods}
+
+
+def cells(name: str = "two") -> dict[str, list[str]]:
+    """The lines of the table as it was drawn, by their first cell."""
+    lines = Path(f"out/{name}.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in lines if line[:1] == "|"]
+    return {row[0]: row[1:] for row in rows}
+
+
+def folders() -> dict[str, Path]:
+    """Run folders by row, of seed 0."""
+    table = read_table("two.yaml")
+    return {
+        one.row.name: Path("out/runs") / running.run_name(one.trial)
+        for one in plan(table, Asked(seeds=(0,)))
+    }
+
+
+def test_what_is_missing_is_run_and_drawn_and_nothing_twice() -> None:
+    outcome = run()
+    assert_done(outcome)
+    assert "2 runs, 2 to be trained" in outcome.stdout
+    before = Path("out/records.jsonl").read_bytes()
+    assert trained() == {(0.5, 0), (0.9, 0)}
+    heading, first = cells()["ξ"], cells()["0.5"]
+    assert heading == [
+        "kNN, k 20",
+        "logistic regression",
+        "banks and history",
+        "seeds",
+        "paper: kNN",
+    ]
+    knn = next(r for r in records() if r["measure"] == "knn_top1")
+    assert first[0] == f"{knn['value']:.1f} %"
+    assert first[3:] == ["one", "42.5 %"]
+    assert "Every figure is of one seed" in Path("out/two.md").read_text()
+    memory = next(r for r in records() if r["measure"] == "bank_memory")
+    assert memory["value"] == 4 * 64 * 16 * 4 / 2**20  # banks and past queries, of either side
+    facts = knn["protocol"]
+    assert (facts["data"], facts["split"], facts["k"]) == ("folder gratings (train)", "test", 20)
+    assert (facts["train_images"], facts["judged_images"], facts["size"]) == (48, 48, 16)
+    assert (facts["recipe"], facts["changes"]) == ("fast", "positive_mass=0.5")
+    assert knn["versions"]
+    assert knn["machine"]
+    for folder in folders().values():
+        assert not (folder / "checkpoints").exists()
+        assert load_file(folder / "backbone.safetensors")
+        assert (folder / "metrics.jsonl").read_text()
+
+    again = run()
+    assert "2 runs, 0 to be trained" in again.stdout
+    assert Path("out/records.jsonl").read_bytes() == before
+
+    assert_done(run("--seeds", "0,1", "--row", "0.9"))  # other rows are drawn as they are
+    assert trained() == {(0.5, 0), (0.9, 0), (0.9, 1)}
+    values = [
+        r["value"]
+        for r in records()
+        if r["measure"] == "knn_top1" and "0.9" in r["protocol"]["changes"]
+    ]
+    mean, deviation = sum(values) / 2, abs(values[0] - values[1]) / 2**0.5
+    assert cells()["0.9"][0] == f"{mean:.1f} ± {deviation:.1f} %"
+    assert (cells()["0.9"][3], cells()["0.5"][3]) == ("2", "one")
+
+
+def test_tables_share_the_runs_they_have_in_common() -> None:
+    assert_done(run("--row", "0.9"))
+    rows = [{"name": "default", "settings": "bank_length=64"}, {"name": "2", "settings": "batch=8"}]
+    write_table("other.yaml", rows=rows, axis=None)
+    outcome = run("--dry-run", name="other.yaml")
+    assert "2 runs, 1 to be trained" in outcome.stdout
+    assert cells("other")["default"][0] == cells()["0.9"][0]
+    assert cells("other")["2"][0] == "–"
+    assert "2 runs, 2 to be" in run("--dry-run", "--epochs", "2").stdout
+    assert "2 runs, 2 to be" in run("--dry-run", "--held-out").stdout
+    assert "2 runs, 2 to be" in run("--dry-run", "hue=0.3").stdout
+
+
+def test_an_interrupted_run_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("--epochs", "2", "--row", "0.9")
+
+    def figures() -> dict[str, float]:
+        return {r["measure"]: r["value"] for r in records()}
+
+    def weights() -> dict[str, torch.Tensor]:
+        (path,) = Path("out").rglob("*.safetensors")
+        return load_file(path)
+
+    assert_done(run(*arguments))
+    whole, whole_weights = figures(), weights()
+    Path("out").rename("whole")
+
+    def stopping(_: Any, step: int, *values: Any) -> None:
+        if step == 4:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running._Shown, "on_values", stopping)
+        outcome = run(*arguments)
+    assert outcome.status == 128 + signal.SIGTERM
+    assert "stopped by SIGTERM after step 4 of 6; everything is saved" in outcome.stderr
+    assert "Go on with: xmoco tables run two.yaml --out out --epochs 2" in outcome.stderr
+    assert not Path("out/records.jsonl").exists()
+    steps: list[int] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(running._Shown, "on_step", lambda _, step: steps.append(step))
+        assert_done(run(*arguments))
+    assert steps == [5, 6]
+    assert figures() == whole
+    assert all(torch.equal(tensor, whole_weights[name]) for name, tensor in weights().items())
+
+
+def test_what_fails_is_a_gap_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        {"name": "diverges", "settings": "learning_rate=1e30"},
+        {"name": "too large", "settings": "batch=512", "paper": [50.0]},
+        {"name": "breaks", "settings": "hue=0.3"},
+        {"name": "large", "settings": "hue=0.4"},
+        {"name": "good"},
+    ]
+    write_table(rows=rows)
+    knn = bench.knn_accuracy
+    fails: list[Exception] = [RuntimeError("a kernel fell over\nin C"), torch.OutOfMemoryError()]
+
+    def failing(*arguments: Any, **named: Any) -> Any:
+        if fails:
+            raise fails.pop(0)
+        return knn(*arguments, **named)
+
+    monkeypatch.setattr(bench, "knn_accuracy", failing)
+    outcome = run()
+    assert_refused(
+        outcome,
+        "4 of 5 runs failed and are gaps in the table",
+        "diverges, seed 0: the loss is no longer a number at step",
+        "too large, seed 0: folder gratings (train) has 48 images, too few for a batch of 512",
+        "breaks, seed 0: a kernel fell over (all about it is in",
+        "large, seed 0: the device has too little memory for it",
+        "The same command tries them again.",
+    )
+    log = next(path for path in Path("out").rglob("train.log") if "fell over" in path.read_text())
+    assert "Traceback" in log.read_text()
+    assert "table    out/two.md" in outcome.stdout
+    assert cells()["too large"] == [*"–––", "–", "50.0 %"]
+    assert cells()["good"][3] == "one"
+    text = Path("out/two.md").read_text()
+    assert "- large, seed 0 failed: the device has too little memory for it.\n" in text
+    assert len({r["protocol"]["changes"] for r in records()}) == 1
+
+    outcome = run()  # those two were bad luck
+    assert "5 runs, 4 to be trained" in outcome.stdout
+    assert_refused(outcome, "2 of 5 runs failed")
+    assert cells()["breaks"][3] == "one"
+
+
+def test_half_finished_records_are_made_whole() -> None:
+    assert_done(run())
+    file, before = Path("out/records.jsonl"), records()
+    lines = file.read_text().splitlines(keepends=True)
+    # Of the last run only one record got as far as the disk, and half of another.
+    file.write_text("".join(lines[:4]) + lines[4][:50])
+    outcome = run()
+    assert_done(outcome)
+    assert "2 runs, 1 to be trained" in outcome.stdout
+    again = records()
+    assert [r["value"] for r in again[:4]] == [r["value"] for r in before[:4]]
+    assert {r["measure"]: r["value"] for r in again[3:]} == {
+        r["measure"]: r["value"] for r in before[3:]
+    }
+    assert cells()["0.9"][3] == "one"  # what was measured twice counts once
+
+
+def test_damaged_records_are_named_and_left_alone() -> None:
+    assert_done(run("--row", "0.9"))
+    file = Path("out/records.jsonl")
+    damaged = "not json\n" + file.read_text()
+    file.write_text(damaged)
+    assert_refused(run(), "out/records.jsonl, line 1 is not json")
+    assert file.read_text() == damaged
+
+
+def test_what_another_process_works_on_is_left_to_it() -> None:
+    folder = folders()["0.9"]
+    busy = RunFolder.create(folder, "{}")
+    busy.lock()
+    outcome = run()
+    assert_done(outcome)
+    assert "in work by another process: 0.9, seed 0." in outcome.stdout
+    assert trained() == {(0.5, 0)}
+    assert cells()["0.9"][0] == "–"
+    busy.unlock()
+    assert_done(run())
+    assert trained() == {(0.5, 0), (0.9, 0)}
+
+
+def test_a_run_that_its_process_left_is_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several processes one may be killed: the first tells of what is missing then."""
+    monkeypatch.setattr(running, "_on_devices", lambda *_: running.Course())
+    assert_refused(run("--devices", "2"), "2 of 2 runs failed", "did not finish it")
+    assert cells()["0.5"][0] == "–"
+
+
+def test_two_processes_share_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "PROCESSES", multiprocessing.get_context("forkserver"))
+    assert_done(run("--devices", "2", "--seeds", "0,1"))
+    assert trained() == {(xi, seed) for xi in (0.5, 0.9) for seed in (0, 1)}
+    assert len(records()) == 4 * 3  # none was run twice
+
+
+def test_places_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [running._Place.of(i, 2, "cuda").cuda_devices for i in range(2)] == ["0", "1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,7")
+    assert [running._Place.of(i, 2, "cuda").cuda_devices for i in range(2)] == ["3", "7"]
+    threads = max(1, torch.get_num_threads() // 2)
+    assert running._Place.of(1, 2, "cpu") == (None, threads)
+
+
+def test_held_out_images_are_judged_and_test_images_not_read(images: Path) -> None:
+    data = Path("set")
+    for label in range(4):
+        (data / "val" / f"class{label}").mkdir(parents=True)
+        (data / "val" / f"class{label}" / "1.png").write_bytes(b"no image")
+    (data / "train").symlink_to(images / "train")
+    assert_done(run("--data", "set", "--held-out", "--share", "0.25", "--row", "0.9"))
+    facts = records()[0]["protocol"]
+    assert facts["split"] == "validation, held out of the training images"
+    assert (facts["held_out_share"], facts["train_images"], facts["judged_images"]) == (
+        0.25,
+        36,
+        12,
+    )
+    assert "judged on 25 % of the training images, held out" in Path("out/two.md").read_text()
+
+
+def test_a_linear_classifier_is_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(LINEAR, "moco", LINEAR["moco"].shortened(1))
+    write_table(columns=["linear", "parameters", "time"], paper_columns=[], rows=[{"name": "0.9"}])
+    assert_done(run("--row", "0.9"))
+    found = {r["measure"]: r for r in records()}
+    assert found["linear_top1"]["protocol"]["name"] == LINEAR["moco"].name
+    tensors = load_file(folders()["0.9"] / "backbone.safetensors")
+    parameters = sum(
+        t.numel()
+        for name, t in tensors.items()
+        if not name.split(".")[-1].startswith(("running", "num"))
+    )
+    assert found["backbone_parameters"]["value"] == parameters / 1e6
+    assert found["train_seconds"]["value"] > 0
+    assert not [*folders()["0.9"].glob("linear-*")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["xii"], ["unknown table 'xii' (did you mean xi?)", "or give a .yaml file"]),
+        (["two.yaml", "--seeds", "0;1"], ["--seeds 0;1 are not whole numbers"]),
+        (["two.yaml", "--seeds", "-1"], ["not whole numbers"]),
+        (["two.yaml", "--devices", "0"], ["--devices 0 is too few"]),
+        (["two.yaml", "--share", "1.5"], ["--share 1.5 is not between 0 and 1"]),
+        (["two.yaml", "--row", "0.8"], ["there is no row '0.8'"]),
+        (["two.yaml", "--epochs", "0"], ["row 0.5: train.epochs = 0"]),
+        (["two.yaml", "epocs=1"], ["unknown key 'epocs' (did you mean epochs?)"]),
+        (["two.yaml", "--data", "gone"], ["there is no folder or archive"]),
+        (["two.yaml", "--data", "alone"], ["has no test images", "--held-out"]),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_trained(
+    arguments: list[str], words: list[str], images: Path
+) -> None:
+    Path("alone").symlink_to(images / "train")
+    assert_refused(run_cli("tables", "run", *arguments, "--out", "out"), *words)
+    assert not Path("out").exists()
+
+
+def test_records_may_lie_elsewhere() -> None:
+    assert_done(run("--row", "0.9", "--records", "kept.jsonl"))
+    assert not Path("out/records.jsonl").exists()
+    assert "2 runs, 1 to be" in run("--dry-run", "--records", "kept.jsonl").stdout
+
+
+def test_others_may_append_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial whose records came while this process waited for its folder is not run."""
+    assert_done(run("--row", "0.9"))
+    kept = Path("out/records.jsonl").read_text()
+    Path("out/records.jsonl").unlink()
+    claimed = running._claimed
+
+    def late(*arguments: Any) -> Any:
+        Path("out/records.jsonl").write_text(kept)
+        return claimed(*arguments)
+
+    monkeypatch.setattr(running, "_claimed", late)
+    monkeypatch.setattr(running.Bench, "attempt", lambda *_, **__: pytest.fail("trained again"))
+    assert_done(run("--row", "0.9"))
+
+
+@pytest.mark.gpu
+def test_a_table_on_a_gpu_measures_its_memory() -> None:
+    write_recipe(Path("fast.yaml"), "patterns", run={"device": "cuda"}, train={"batch": 64})
+    outcome = run("log_every=50")
+    assert_done(outcome)
+    memory = [r["value"] for r in records() if r["measure"] == "gpu_memory"]
+    assert len(memory) == 2
+    assert 0 < memory[0] < 4
+    assert memory[1] == pytest.approx(memory[0], rel=0.1)  # what the first took was freed
