@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xmoco.data.file_readers import FileReaders
-from xmoco.data.file_server import READ_AT_ONCE, read_file
+from xmoco.data.file_server import read_file
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="threads read there")
 
@@ -40,8 +40,8 @@ def test_contents_come_whole_and_in_order(
 
 
 def test_large_files(readers: FileReaders, tmp_path: Path) -> None:
-    """Longer than what is read, or goes through a socket, at once."""
-    sizes = (READ_AT_ONCE - 1, READ_AT_ONCE, 0, 20 * READ_AT_ONCE + 7)
+    """Longer than what goes through a socket at once."""
+    sizes = (2**18 - 1, 2**18, 0, 20 * 2**18 + 7)
     contents = [os.urandom(size) for size in sizes]
     paths = write(tmp_path, contents)
     assert readers.read(paths) == contents

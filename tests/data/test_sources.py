@@ -282,14 +282,6 @@ def test_odd_names_of_whole_sets(tmp_path: Path, odd: bytes) -> None:
         opened(tmp_path / "no" / folder.name)
 
 
-@given(st.text())
-def test_printable_text_stays_and_the_rest_is_escaped(text: str) -> None:
-    shown = trees.printable(text)
-    assert shown.isprintable()
-    assert shown == text or not text.isprintable()
-    assert trees.printable(shown) == shown
-
-
 def test_short_side_reaches_the_decoder(tmp_path: Path) -> None:
     Image.new("RGB", (200, 100)).save(tmp_path / "1.png")
     assert opened(tmp_path, short_side=50).read(0).shape == (3, 50, 100)

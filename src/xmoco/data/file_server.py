@@ -9,23 +9,43 @@ import contextlib
 import errno
 import os
 import socket
+import stat
 import struct
 
-READ_AT_ONCE = 2**18
-"""Most images are smaller, and read in one call of the system."""
+LARGEST_FILE = 2**28
+"""Bytes. What is larger is refused: nobody's image, or more than is to be held in memory."""
+LARGEST_ANSWER = 2**30
+"""Bytes of all files of an answer. What would not fit is refused here, to be asked for alone."""
+
+# Not text; and a pipe that has taken an image's place is not waited for.
+_FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
-def read_file(path: str | bytes | os.PathLike[str]) -> bytes:
-    """All bytes of a file, in four calls of the system for most.
+def read_file(path: str | bytes | os.PathLike[str], largest: int = LARGEST_FILE) -> bytes:
+    """All bytes of a regular file, in four calls of the system.
 
     ``Path.read_bytes`` makes nearly twice as many. Each gives up Python's lock for a moment, and
-    where many threads read, getting it back takes longer than the call.
+    where many threads read, getting it back takes longer than the call. Never more than the file's
+    length is read: some files of the system never end.
     """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))  # not text
+    descriptor = os.open(path, _FLAGS)
     try:
-        return b"".join(iter(lambda: os.read(descriptor, READ_AT_ONCE), b""))
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            folder = stat.S_ISDIR(status.st_mode)
+            raise _error(errno.EISDIR if folder else errno.EOPNOTSUPP, path)
+        if status.st_size > largest:
+            raise _error(errno.EFBIG, path)
+        content = os.read(descriptor, status.st_size)
+        while len(content) < status.st_size and (more := os.read(descriptor, status.st_size)):
+            content += more
+        return content
     finally:
         os.close(descriptor)
+
+
+def _error(number: int, path: str | bytes | os.PathLike[str]) -> OSError:
+    return OSError(number, os.strerror(number), os.fsdecode(path))
 
 
 def packed(numbers: list[int]) -> bytes:
@@ -54,11 +74,12 @@ def received(connection: socket.socket, length: int) -> bytearray:
 def serve(connection: socket.socket) -> None:
     while len(length := received(connection, 8)) == 8:
         paths = bytes(received(connection, *unpacked(length))).split(b"\0")
-        lengths, contents = [], []
+        lengths, contents, room = [], [], LARGEST_ANSWER
         for path in paths:
             try:
-                contents.append(read_file(path))
+                contents.append(read_file(path, min(LARGEST_FILE, room)))
                 lengths.append(len(contents[-1]))
+                room -= lengths[-1]
             except OSError as error:
                 lengths.append(-(error.errno or errno.EIO))
         connection.sendall(b"".join([packed(lengths), *contents]))

@@ -23,13 +23,16 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from xmoco.data.decode import EncodedImage, exif_orientation, shrunk, upright
+from xmoco.data.decode import EncodedImage, exif_orientation, open_image, shrunk, upright
 
 AT_ONCE = 2**29
 """So many bytes of pixels are decoded together at most: photographs of 12 megapixels come in at 36
 MB each, and memory must not depend on the size of a batch."""
 LARGEST = 2**27
 """Images of more bytes are left to the host, which can decode them at a fraction of their size."""
+MOST_BESIDES = 2**20
+"""Bytes that a file may have beyond those of its pixels: it waits in memory until its batch is
+complete."""
 MOST_SHRINKING = 32
 """Images to be shrunk by more are left to the host too: PyTorch's resizing runs out of shared
 memory for filters as wide as that."""
@@ -68,6 +71,8 @@ def plain_jpeg(image: EncodedImage) -> PlainJpeg | None:
         header = None
     if header is None or not 0 < 3 * header.height * header.width <= LARGEST:
         return None
+    if len(data) > 3 * header.height * header.width + MOST_BESIDES:
+        return None
     shorter = min(header.height, header.width)
     if image.short_side is not None and shorter > MOST_SHRINKING * image.short_side:
         return None
@@ -79,7 +84,7 @@ def plain_jpeg(image: EncodedImage) -> PlainJpeg | None:
     orientation = None
     if header.has_metadata:
         try:
-            with Image.open(io.BytesIO(data)) as opened:
+            with open_image(data) as opened:
                 orientation = exif_orientation(opened)
         except Exception:  # whatever it is, decode_rgb is to meet it and to judge it
             return None

@@ -18,8 +18,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from xmoco.data.trees import Tree, printable
+from xmoco.data.trees import Tree
 from xmoco.errors import UserError, nearest
+from xmoco.text import printable
 
 LABEL_FILE = "labels.csv"
 HEADER = ["image", "labels"]

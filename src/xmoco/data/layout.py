@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from xmoco.data.trees import printable
 from xmoco.errors import UserError, nearest
+from xmoco.text import printable
 
 TRAIN_FOLDER = "train"
 TEST_FOLDERS = ("val", "valid", "validation", "test")

@@ -18,8 +18,9 @@ from xmoco.data.imagesets import ArrayImages, EncodedImages, ImageSet
 from xmoco.data.label_file import LABEL_FILE, classes_in, label_matrix, read_label_file
 from xmoco.data.layout import LabelRule, labels_of, split_folders, train_classes
 from xmoco.data.torchvision_sets import SPLIT_ARGUMENTS, open_torchvision
-from xmoco.data.trees import IMAGE_EXTENSIONS, FolderTree, Tree, open_tar, printable
+from xmoco.data.trees import IMAGE_EXTENSIONS, FolderTree, Tree, open_tar
 from xmoco.errors import UserError, nearest
+from xmoco.text import printable
 
 __all__ = ["ArrayImages", "EncodedImages", "ImageSet", "open_images", "open_splits"]
 

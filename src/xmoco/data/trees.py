@@ -5,20 +5,21 @@ compressed one cannot be entered in the middle, so it is decompressed into memor
 """
 
 import bz2
-import gzip
-import io
+import errno
 import lzma
 import os
-import tarfile
+import stat
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import IO
+from typing import BinaryIO, Protocol
 from weakref import WeakValueDictionary, finalize
 
-from xmoco.data.file_server import read_file
+from xmoco.data.file_server import LARGEST_FILE, read_file
+from xmoco.data.tar_members import DamagedArchive, members
 from xmoco.errors import UserError
+from xmoco.text import printable
 
 IMAGE_EXTENSIONS = (
     *("jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff"),
@@ -28,12 +29,33 @@ IMAGE_EXTENSIONS = (
 _NOT_DATA = "__MACOSX"
 """Where macOS keeps resource forks in archives, under the names of the images they belong to."""
 
-_COMPRESSED: dict[bytes, Callable[[Path], io.BufferedIOBase]] = {
-    b"\x1f\x8b": gzip.GzipFile,
-    b"\xfd7zXZ": lzma.LZMAFile,
-    b"BZh": bz2.BZ2File,
+LARGEST_UNPACKED = 3 * 2**30
+"""Bytes of a compressed archive when decompressed: two megabytes of .xz can hold more than any
+memory does."""
+LARGEST_WINDOW = 2**28
+"""Bytes that .xz may want for decompressing; by its highest level it wants a quarter of that."""
+MOST_LINKED_FOLDERS = 10_000
+"""Folders entered beyond links. With folders that lead to each other, ways have no number."""
+FED_AT_ONCE = 2**12
+"""Bytes of a compressed archive. From so few, none of the formats makes more than 100 MB."""
+
+
+class _Decompressor(Protocol):
+    """What the three kinds have in common."""
+
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, /) -> bytes: ...
+
+
+_COMPRESSED: dict[bytes, Callable[[], _Decompressor]] = {
+    b"\x1f\x8b": lambda: zlib.decompressobj(wbits=31),
+    b"\xfd7zXZ\0": lambda: lzma.LZMADecompressor(memlimit=LARGEST_WINDOW),
+    b"BZh": bz2.BZ2Decompressor,
 }
-"""How to read compressed files, by the bytes they begin with: names are not to be trusted."""
+"""Who reads compressed files, by the bytes they begin with: names are not to be trusted."""
 
 
 class Tree(ABC):
@@ -52,7 +74,8 @@ class Tree(ABC):
         """Whether there is such a file, image or not."""
 
     @abstractmethod
-    def read(self, path: str) -> bytes: ...
+    def read(self, path: str, largest: int = LARGEST_FILE) -> bytes:
+        """All bytes of a file; an ``OSError`` if it has more than ``largest``."""
 
     def file(self, path: str) -> str | None:  # noqa: ARG002
         """Where the file is on disk, if it is one of its own."""
@@ -69,7 +92,7 @@ class FolderTree(Tree):
 
     def files(self, endings: Collection[str]) -> list[str]:
         try:
-            return sorted(_files_below(str(self._root), "", endings))
+            return sorted(_files_below(str(self._root), endings))
         except OSError as error:
             raise UserError(
                 f"cannot list {printable(error.filename)}: {error.strerror}."
@@ -78,8 +101,8 @@ class FolderTree(Tree):
     def holds(self, path: str) -> bool:
         return (self._root / path).is_file()
 
-    def read(self, path: str) -> bytes:
-        return read_file(self._root / path)
+    def read(self, path: str, largest: int = LARGEST_FILE) -> bytes:
+        return read_file(self._root / path, largest)
 
     def file(self, path: str) -> str:
         return str(self._root / path)
@@ -98,25 +121,24 @@ class TarTree(Tree):
         try:
             with path.open("rb") as file:
                 start = file.read(8)
-                opener = next(
-                    (o for mark, o in _COMPRESSED.items() if start.startswith(mark)), None
-                )
-                if opener is None:
-                    file.seek(0)
-                    self._places = _places(file)
+                mark = next((mark for mark in _COMPRESSED if start.startswith(mark)), None)
+                file.seek(0)
+                if mark is None:
+                    length = os.fstat(file.fileno()).st_size
                     descriptor = os.dup(file.fileno())
                     finalize(self, os.close, descriptor)
                     # Unlike seek and read, pread lets threads share the descriptor.
                     self._take = lambda offset, size: os.pread(descriptor, size, offset)
-                    return
-            with opener(path) as stream:
-                content = stream.read()
-            self._places = _places(io.BytesIO(content))
-            self._take = lambda offset, size: content[offset : offset + size]
-        except (OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError) as error:
+                else:
+                    content = memoryview(_decompressed(file, mark))
+                    length = len(content)
+                    self._take = lambda offset, size: bytes(content[offset : offset + size])
+            self._places = _places(self._take, length)
+        except (OSError, EOFError, lzma.LZMAError, zlib.error, DamagedArchive) as error:
+            reason = printable(str(error).rstrip("."))
             raise UserError(
                 f"{printable(str(path))} is neither a folder nor a whole tar archive "
-                f"(.tar, .tar.gz, .tar.xz or .tar.bz2): {str(error).rstrip('.')}."
+                f"(.tar, .tar.gz, .tar.xz or .tar.bz2): {reason}."
             ) from error
 
     def files(self, endings: Collection[str]) -> list[str]:
@@ -125,8 +147,11 @@ class TarTree(Tree):
     def holds(self, path: str) -> bool:
         return path in self._places
 
-    def read(self, path: str) -> bytes:
-        return self._take(*self._places[path])
+    def read(self, path: str, largest: int = LARGEST_FILE) -> bytes:
+        offset, size = self._places[path]
+        if size > largest:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), self.where(path))
+        return self._take(offset, size)
 
     def where(self, path: str) -> str:
         return printable(f"{self._name}: {path}")
@@ -138,6 +163,8 @@ _open_archives: WeakValueDictionary[tuple[Path, int, int], TarTree] = WeakValueD
 def open_tar(path: Path) -> TarTree:
     """The archive; the one already open if there is one, so that two splits share one copy."""
     status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+        raise UserError(f"{printable(str(path))} is neither a folder nor a file.")
     key = path.resolve(), status.st_mtime_ns, status.st_size
     tree = _open_archives.get(key)
     if tree is None:
@@ -145,17 +172,49 @@ def open_tar(path: Path) -> TarTree:
     return tree
 
 
-def _files_below(folder: str, inside: str, endings: Collection[str]) -> Iterator[str]:
-    """Paths below ``folder``, each with ``inside`` in front."""
-    with os.scandir(folder) as entries:
-        for entry in entries:  # the kind of an entry comes with its name: no file is looked at
-            if not _is_visible(entry.name):
-                continue
+def _files_below(top: str, endings: Collection[str]) -> Iterator[str]:
+    """The paths of files with these endings, relative to ``top``.
+
+    Links to folders are followed, but in no circles: beyond a link, no folder is entered twice.
+    """
+    # Folder, its path inside, and the folders entered since a link was followed.
+    waiting: list[tuple[str, str, set[tuple[int, int]] | None]] = [(top, "", None)]
+    linked = 0
+    while waiting:
+        folder, inside, entered = waiting.pop()
+        with os.scandir(folder) as entries:
+            # The kind of an entry comes with its name: only links are looked at.
+            visible = sorted(filter(_is_entry_visible, entries), key=lambda entry: entry.name)
+        for entry in visible:
             if entry.is_dir():
-                if not (entry.is_symlink() and _contains(entry.path, folder)):
-                    yield from _files_below(entry.path, f"{inside}{entry.name}/", endings)
-            elif _ends_in(entry.name, endings):
+                seen = entered
+                if entry.is_symlink():
+                    if _contains(entry.path, folder):
+                        continue
+                    seen = set() if entered is None else entered
+                if seen is not None:
+                    status = entry.stat()
+                    place = status.st_dev, status.st_ino
+                    if place in seen:
+                        continue
+                    seen.add(place)
+                    linked += 1
+                    if linked > MOST_LINKED_FOLDERS:
+                        raise UserError(
+                            f"links in {printable(top)} lead to more than {MOST_LINKED_FOLDERS:,} "
+                            "folders, many of them perhaps again and again: remove such links."
+                        )
+                waiting.append((entry.path, f"{inside}{entry.name}/", seen))
+            elif _ends_in(entry.name, endings) and _is_regular(entry):
                 yield inside + entry.name
+
+
+def _is_regular(entry: os.DirEntry[str]) -> bool:
+    """A file, or a link to one; also a link to nothing, which somebody will want to be told of.
+
+    No pipe and no device: who reads them may wait, or read, for ever.
+    """
+    return entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path))  # noqa: PTH110
 
 
 def _contains(link: str, folder: str) -> bool:
@@ -163,26 +222,46 @@ def _contains(link: str, folder: str) -> bool:
     return Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(link))
 
 
-def _places(file: IO[bytes]) -> dict[str, tuple[int, int]]:
-    """Where the files of an uncompressed tar archive lie: offset and size by path."""
+def _decompressed(file: BinaryIO, mark: bytes) -> bytearray:
+    """The content of a compressed file, which may be several ones end to end."""
+    content = bytearray()
+    data = file.read(FED_AT_ONCE)
+    while data.startswith(mark):
+        decompressor = _COMPRESSED[mark]()
+        while not decompressor.eof:
+            if not data:
+                raise EOFError("it ends too early")
+            content += decompressor.decompress(data)
+            if len(content) > LARGEST_UNPACKED:
+                raise DamagedArchive(
+                    f"decompressed it has more than {LARGEST_UNPACKED // 2**30} GiB, and would be "
+                    "held in memory; decompress it yourself: a plain .tar is read in place"
+                )
+            data = file.read(FED_AT_ONCE)
+        data = (decompressor.unused_data + data).lstrip(b"\0")  # padding
+        data += file.read(len(mark)) if len(data) < len(mark) else b""
+    return content
+
+
+def _places(take: Callable[[int, int], bytes], length: int) -> dict[str, tuple[int, int]]:
+    """Where the visible files of an uncompressed archive lie: offset and size by path."""
     places: dict[str, tuple[int, int]] = {}
     names: dict[str, tuple[int, int]] = {}
-    with tarfile.open(fileobj=file, mode="r:") as archive:
-        for member in archive:
-            if member.isreg():
-                names[member.name] = member.offset_data, member.size
-            elif member.islnk() and member.linkname in names:  # a second name for an earlier file
-                names[member.name] = names[member.linkname]
-            else:
-                continue
-            parts = [part for part in member.name.split("/") if part not in ("", ".")]
-            if parts and all(map(_is_visible, parts)):
-                places["/".join(parts)] = names[member.name]
-        # tarfile takes a broken header for the end of the archive; a real end is a block of zeros.
-        file.seek(archive.offset)
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise tarfile.ReadError("it is damaged or ends too early")
+    for name, offset, size, link in members(take, length):
+        if link is None:
+            names[name] = offset, size
+        elif link in names:
+            names[name] = names[link]
+        else:
+            continue
+        parts = [part for part in name.split("/") if part not in ("", ".")]
+        if parts and all(map(_is_visible, parts)):  # which ".." is not
+            places["/".join(parts)] = names[name]
     return places
+
+
+def _is_entry_visible(entry: os.DirEntry[str]) -> bool:
+    return _is_visible(entry.name)
 
 
 def _is_visible(name: str) -> bool:
@@ -191,17 +270,3 @@ def _is_visible(name: str) -> bool:
 
 def _ends_in(path: str, endings: Collection[str]) -> bool:
     return path.rpartition(".")[2].lower() in endings
-
-
-def printable(text: str) -> str:
-    """``text`` for messages and records: what cannot be printed, such as a line's end, is escaped.
-
-    A file name may hold anything, even bytes that are no text.
-    """
-    return "".join(char if char.isprintable() else _escaped(char) for char in text)
-
-
-def _escaped(char: str) -> str:
-    if "\udc80" <= char <= "\udcff":  # how Python keeps a byte of a file name that is no text
-        return f"\\x{ord(char) - 0xDC00:x}"
-    return char.encode("unicode_escape").decode()

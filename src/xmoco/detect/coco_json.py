@@ -8,11 +8,14 @@ from typing import Any
 import numpy as np
 
 from xmoco.data.imagesets import EncodedImages
-from xmoco.data.trees import Tree, printable
+from xmoco.data.trees import Tree
 from xmoco.detect.masks import runs_of_polygons, runs_of_text
 from xmoco.detect.objects import Annotation, DetectionSet, Integers, Runs, collected, some_of
 from xmoco.errors import UserError
+from xmoco.text import printable
 
+LARGEST_JSON = 2**32
+"""Bytes: the boxes and masks of COCO take 450 MB."""
 PARTS = ("images", "annotations", "categories")
 
 
@@ -60,7 +63,7 @@ def read_coco(
 
 def _read(tree: Tree, path: str, where: str) -> Mapping[str, Any]:
     try:
-        content = json.loads(tree.read(path))
+        content = json.loads(tree.read(path, LARGEST_JSON))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not json ({error}).") from None
     for part in PARTS:

@@ -4,12 +4,13 @@ from pathlib import Path, PurePosixPath
 
 from xmoco.data.layout import TEST_FOLDERS
 from xmoco.data.sources import existing_path
-from xmoco.data.trees import FolderTree, Tree, open_tar, printable
+from xmoco.data.trees import FolderTree, Tree, open_tar
 from xmoco.detect.coco_json import read_coco
 from xmoco.detect.objects import DetectionSet, some_of
 from xmoco.detect.voc_xml import read_voc, voc_years
 from xmoco.detect.yolo_text import read_yolo, yolo_file
 from xmoco.errors import UserError
+from xmoco.text import printable
 
 
 def open_detection(

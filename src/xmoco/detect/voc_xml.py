@@ -7,9 +7,10 @@ from posixpath import dirname, join
 import numpy as np
 
 from xmoco.data.imagesets import EncodedImages
-from xmoco.data.trees import Tree, printable
+from xmoco.data.trees import Tree
 from xmoco.detect.objects import Annotation, DetectionSet, collected, some_of
 from xmoco.errors import UserError, nearest
+from xmoco.text import printable
 
 LISTS = "ImageSets/Main"
 

@@ -5,21 +5,20 @@ polygon. A yaml file names the classes and the folders of images; labels lie in 
 called ``labels`` where the images' are called ``images``. An image without a file has no objects.
 """
 
-import io
 from collections.abc import Iterator, Mapping
 from posixpath import dirname, join, normpath
 from typing import Any
 
 import numpy as np
-import yaml
-from PIL import Image
 
-from xmoco.data.decode import exif_orientation
+from xmoco.data.decode import exif_orientation, open_image
 from xmoco.data.imagesets import EncodedImages
-from xmoco.data.trees import Tree, printable
+from xmoco.data.trees import Tree
 from xmoco.detect.masks import runs_of_polygons
 from xmoco.detect.objects import Annotation, DetectionSet, collected
 from xmoco.errors import UserError
+from xmoco.settings import read_yaml
+from xmoco.text import printable
 
 TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 TEST_KEYS = ("val", "valid", "test")
@@ -57,8 +56,8 @@ def read_yolo(
 
 def _yaml(tree: Tree, path: str) -> Mapping[str, Any]:
     try:
-        content = yaml.safe_load(tree.read(path))
-    except (yaml.YAMLError, UnicodeDecodeError):
+        content = read_yaml(tree.read(path).decode(), path)
+    except (UserError, UnicodeDecodeError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -104,7 +103,7 @@ def _within(path: str, folder: str) -> bool:
 def _size(tree: Tree, path: str) -> tuple[int, int]:
     """Height and width, as a viewer shows the image."""
     try:
-        with Image.open(io.BytesIO(tree.read(path))) as image:
+        with open_image(tree.read(path)) as image:
             width, height = image.size
             return (width, height) if exif_orientation(image) in TURNED else (height, width)
     except Exception as error:  # decoders raise anything on broken data
