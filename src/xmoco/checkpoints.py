@@ -4,8 +4,6 @@ Written whole or not at all; the last two are kept, so the last good one is neve
 next is written; read without running any code they might contain.
 """
 
-import pickle
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 
 from xmoco.errors import UserError
 from xmoco.files import write_whole
+from xmoco.pickles import RefusedPickle, read_pickle
 
 FORMAT = "xmoco checkpoint 1"
 KEPT = 2
@@ -46,18 +45,11 @@ class Checkpoints:
 def load_checkpoint(path: Path) -> dict[str, Any]:
     """The state in ``path``; a ``UserError`` if it is damaged, foreign or holds code."""
     try:
-        if not zipfile.is_zipfile(path):
-            raise UserError(f"{path} is incomplete or no checkpoint at all. {_way_out(path)}")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        raise UserError(
-            f"{path} holds more than tensors and plain values, so loading it could run code; "
-            f"it was refused. {_way_out(path)}"
-        ) from None
+        state = read_pickle(path, checked=True)
+    except RefusedPickle as error:
+        raise UserError(f"{path} {error}. {_way_out(path)}") from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}.") from None
-    except (RuntimeError, EOFError, KeyError, ValueError):
-        raise UserError(f"{path} is damaged. {_way_out(path)}") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise UserError(f"{path} is not a checkpoint of xmoco. {_way_out(path)}")
     return state

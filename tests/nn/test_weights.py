@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from xmoco.checkpoints import Checkpoints
 from xmoco.config import Config
 from xmoco.errors import UserError
+from xmoco.nn import weights as weights_module
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, load_backbone, load_weights, read_card, save_backbone
 from xmoco.settings import config_yaml, load_config
@@ -184,9 +185,10 @@ def test_truncated_weights(weights: Path, kept: int) -> None:
         {"xmoco": "no json"},
         {"xmoco": "{}"},
         {"xmoco": "[1]"},
-        {"xmoco": json.dumps(asdict(CARD) | {"mean": None})},
+        {"xmoco": "[" * 10_000},
+        {"xmoco": '{"backbone": ' * 10_000},
     ],
-    ids=["no header", "no json", "empty", "list", "no mean"],
+    ids=["no header", "no json", "empty", "list", "nested", "nested cards"],
 )
 def test_weights_of_somebody_else(tmp_path: Path, header: dict[str, str] | None) -> None:
     path = tmp_path / "other.safetensors"
@@ -199,6 +201,51 @@ def with_header(path: Path, card: dict[str, Any]) -> Path:
     tensors = build_backbone("tiny", "cifar").state_dict()
     save_file(tensors, path, metadata={"xmoco": json.dumps(card)})
     return path
+
+
+IMPOSSIBLE: list[tuple[str, Any]] = [
+    *(("size", wrong) for wrong in (0, -1, 4000, "text", None, 32.5, [32], 10**400, True)),
+    *(("eval_size", wrong) for wrong in (0, 10**9, "32", [])),
+    *(("mean", wrong) for wrong in (None, 3, "abc", [1, 2], [0, 0, float("nan")], [0, 0, 1e300])),
+    *(("std", wrong) for wrong in ([0, 1, 1], [1, 1, float("inf")], [-1, 1, 1], {"a": 1})),
+    *(("stem", wrong) for wrong in ("", "text", None, 3)),
+    *(("method", wrong) for wrong in ("", None, 3, "x" * 10**6)),
+    *(("epochs", wrong) for wrong in (-1, 1.5, "3", None, float("inf"), 10**400)),
+    *(("seed", wrong) for wrong in (-1, "0", None)),
+    *(("backbone", wrong) for wrong in (None, 3, ["tiny"], {})),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), IMPOSSIBLE, ids=lambda part: str(part)[:20])
+def test_a_header_that_cannot_be(tmp_path: Path, field: str, value: Any) -> None:
+    path = with_header(tmp_path / "odd.safetensors", asdict(CARD) | {field: value})
+    with pytest.raises(UserError, match=f"has a header that cannot be: {field} is ") as refused:
+        load_backbone(path)
+    assert len(str(refused.value)) < 300 + len(str(path))
+
+
+@pytest.mark.parametrize("field", ["stem", "size", "mean", "std", "method", "epochs", "seed"])
+def test_a_header_that_lacks_something(tmp_path: Path, field: str) -> None:
+    card = {name: value for name, value in asdict(CARD).items() if name != field}
+    with pytest.raises(UserError, match=f"header that cannot be: {field} is None"):
+        load_backbone(with_header(tmp_path / "odd.safetensors", card))
+
+
+def test_a_card_that_names_a_giant_takes_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    real = weights_module.build_backbone
+
+    def build(*arguments: Any) -> nn.Module:
+        built.append(torch.get_default_device().type)
+        return real(*arguments)
+
+    monkeypatch.setattr(weights_module, "build_backbone", build)
+    card = asdict(CARD) | {"backbone": "resnet50w4", "stem": "imagenet"}
+    with pytest.raises(UserError, match="does not fit the resnet50w4"):
+        load_backbone(with_header(tmp_path / "odd.safetensors", card))
+    assert built == ["meta"]
 
 
 def test_files_of_the_first_version_load(tmp_path: Path) -> None:

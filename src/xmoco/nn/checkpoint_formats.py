@@ -86,9 +86,11 @@ WRAPPERS = ("module", "_orig_mod")  # DataParallel and its kin; torch.compile
 # Names that transformers gives to the parts of a ResNet, and torchvision's for them. Layers have
 # numbers, from 0: a convolution and its norm have the same one.
 HUGGING_FACE = re.compile(
-    r"(?:embedder\.embedder|encoder\.stages\.(?P<stage>\d+)\.layers\.(?P<block>\d+)"
-    r"\.(?:layer\.(?P<layer>\d+)|shortcut))\.(?P<kind>convolution|normalization)\.(?P<rest>\w+)"
+    r"(?:embedder\.embedder|encoder\.stages\.(?P<stage>[0-9]{1,3})\.layers\.(?P<block>[0-9]{1,3})"
+    r"\.(?:layer\.(?P<layer>[0-9]{1,3})|shortcut))\.(?P<kind>convolution|normalization)\.(?P<rest>\w+)"
 )
+
+NUMBER = re.compile("[0-9]{1,3}")  # of a module in a list
 
 # Blocks, how many in each stage, channels of the stem.
 ARCHITECTURES: dict[tuple[str, tuple[int, ...], int], str] = {
@@ -158,7 +160,10 @@ def find_backbone(tensors: Mapping[str, Tensor], where: str) -> FoundBackbone:
     name, stem = _architecture(state, where)
     backbone = build_resnet(name, stem)
     missing = _differences(state, backbone, name, where)
-    backbone.load_state_dict(state, strict=False)
+    try:
+        backbone.load_state_dict(state, strict=False)
+    except RuntimeError:  # of kinds that cannot be turned into each other
+        raise refuse_other(f"a {name} of numbers that are no weights", where) from None
     pixels, notes = IMAGENET, tuple[str, ...]()
     if stem == "cifar":
         backbone.conv1.padding = (row.cifar_padding, row.cifar_padding)
@@ -219,7 +224,7 @@ def _recognise(tensors: Mapping[str, Tensor], where: str) -> CheckpointFormat:
 def _places(names: Iterable[str]) -> list[str]:
     """Prefixes under which there is a ResNet, with torchvision's names or numbers."""
     names = list(names)
-    first_block = re.compile(r"(?P<prefix>(?:.*\.)?)(?:layer1|\d+)\.0\.conv1\.weight")
+    first_block = re.compile(r"(?P<prefix>(?:.*\.)?)(?:layer1|[0-9]{1,3})\.0\.conv1\.weight")
     found = filter(None, map(first_block.fullmatch, names))
     prefixes = dict.fromkeys(match["prefix"] for match in found)
     return [prefix for prefix in prefixes if _begins_a_resnet(names, prefix)]
@@ -238,7 +243,7 @@ def _backbone_names(names: Iterable[str], prefix: str) -> dict[str, str]:
     """
     inside = [name for name in names if name.startswith(prefix)]
     heads = {name: name.removeprefix(prefix).partition(".")[0] for name in inside}
-    numbers = sorted({int(head) for head in heads.values() if head.isdecimal()})
+    numbers = sorted({int(head) for head in heads.values() if NUMBER.fullmatch(head)})
     titles = {part: part for part in PARTS}
     if len(numbers) >= len(PARTS):
         titles = {str(n): part for n, part in zip(numbers, PARTS, strict=False)}
@@ -273,7 +278,7 @@ def _stem_has_relu(names: Mapping[str, str]) -> bool:
         theirs[ours].removesuffix(rest).rpartition(".")[2]
         for ours, rest in (("bn1.weight", ".weight"), ("layer1.0.conv1.weight", ".0.conv1.weight"))
     )
-    return not layer.isdecimal() or int(layer) > int(bn) + 1
+    return not NUMBER.fullmatch(layer) or int(layer) > int(bn) + 1
 
 
 def _merged_statistics(name: str, state: Mapping[str, Tensor]) -> Tensor:
@@ -281,7 +286,7 @@ def _merged_statistics(name: str, state: Mapping[str, Tensor]) -> Tensor:
     running, weight = state[name], state.get(name.rpartition(".")[0] + ".weight")
     channels = running.numel() if weight is None else weight.numel()
     if running.dim() == 1 and 0 < channels < len(running) and len(running) % channels == 0:
-        return running.view(-1, channels).mean(dim=0)
+        return running.float().reshape(-1, channels).mean(dim=0)
     return running
 
 

@@ -9,22 +9,21 @@ pickles are read with ``weights_only=True``.
 import argparse
 import json
 import logging
-import pickle
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Literal, cast
 
 import numpy as np
 import safetensors
 import torch
 import torchvision.models
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from xmoco.checkpoints import FORMAT, Checkpoints
-from xmoco.config import Config, InputConfig
+from xmoco.config import LARGEST_NUMBER, Config, InputConfig
 from xmoco.errors import UserError, nearest
 from xmoco.files import write_whole
 from xmoco.nn.architectures import (
@@ -43,7 +42,9 @@ from xmoco.nn.checkpoint_formats import (
     flat_tensors,
     part_of,
 )
+from xmoco.pickles import Harmless, RefusedPickle, read_pickle
 from xmoco.settings import config_from_settings
+from xmoco.text import printable, shortened
 
 Rgb = tuple[float, float, float]
 
@@ -182,23 +183,48 @@ def _load(weights: str | Path) -> Weights:
 def _ours(
     tensors: Mapping[str, Tensor], card: BackboneCard, report: LoadReport, path: Path
 ) -> Weights:
-    backbone = build_backbone(card.backbone, card.stem, card.size)
     try:
+        if not _may_fit(tensors, card):
+            raise RuntimeError("other tensors")
+        backbone = build_backbone(card.backbone, card.stem, card.size)
         backbone.load_state_dict(tensors)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise UserError(f"{path} does not fit the {card.backbone} it says it holds.") from None
     return Weights(backbone.eval(), card, report)
+
+
+def _may_fit(tensors: Mapping[str, Tensor], card: BackboneCard) -> bool:
+    """Whether the tensors are of the sizes the backbone has, found out without its memory: a card
+    of a few bytes may name a network of 27 gigabytes."""
+    try:
+        with torch.device("meta"):
+            expected = build_backbone(card.backbone, card.stem, card.size).state_dict()
+    except Exception:  # some models of timm look at numbers while they are built
+        return True
+    return {name: tensor.shape for name, tensor in expected.items()} == {
+        name: tensor.shape for name, tensor in tensors.items()
+    }
+
+
+class _OfRun(BaseModel):
+    """What is needed of a checkpoint of pre-training."""
+
+    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+
+    task: dict[str, Tensor]
+    identity: dict[str, Any]
+    step: int = Field(ge=0, le=LARGEST_NUMBER)
+    epoch: float = Field(ge=0, le=LARGEST_NUMBER, allow_inf_nan=False)
 
 
 def _of_run(checkpoint: Mapping[str, object], path: Path) -> Weights:
     """What a run had learnt when it wrote this checkpoint."""
     try:
-        state = cast(Mapping[str, Tensor], checkpoint["task"])
-        identity = cast(Mapping[str, object], checkpoint["identity"])
-        config = config_from_settings(identity["settings"])
-        step, epoch = cast(int, checkpoint["step"]), cast(float, checkpoint["epoch"])
-    except (LookupError, TypeError, UserError):
+        found = _OfRun.model_validate(checkpoint)
+        config = config_from_settings(found.identity["settings"])
+    except (ValidationError, LookupError, UserError):
         raise UserError(f"{path} is no checkpoint of pre-training with this xmoco.") from None
+    state, step, epoch = found.task, found.step, found.epoch
     backbone = {k.removeprefix(KEPT): v for k, v in state.items() if k.startswith(KEPT)}
     others = (part_of(name, KEPT) for name in state if not name.startswith(KEPT))
     report = LoadReport(
@@ -260,40 +286,61 @@ def _own_card(path: Path) -> BackboneCard | None:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
-        if "xmoco" not in header:
-            return None
-        card = _card(json.loads(header["xmoco"]), path)
-    except (safetensors.SafetensorError, OSError):
+    except Exception:  # damaged bytes can raise anything
         raise UserError(f"{path} is damaged or no safetensors file.") from None
-    except (KeyError, TypeError, ValueError):
-        raise UserError(
-            f"{path} does not say which backbone it holds: xmoco did not write it."
-        ) from None
-    return card
+    if "xmoco" not in header:
+        return None
+    try:
+        content = json.loads(header["xmoco"])
+    except (ValueError, RecursionError):
+        content = None
+    if not isinstance(content, dict) or "backbone" not in content:
+        raise UserError(f"{path} does not say which backbone it holds: xmoco did not write it.")
+    return _card(content, path)
 
 
-def _card(content: Any, path: Path) -> BackboneCard:
-    if not isinstance(content, dict):
-        raise TypeError("a card has fields")
+class _Header(InputConfig):
+    """A card as it must be."""
+
+    backbone: str
+    stem: Literal["imagenet", "cifar"]
+    method: Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(printable)]
+    epochs: int = Field(ge=0)
+    seed: int = Field(ge=0)
+
+
+def _card(content: dict[str, Any], path: Path) -> BackboneCard:
     if "judged_size" in content:  # as files before version 0.2 call it
         content["eval_size"] = content.pop("judged_size")
     known = {field.name for field in fields(BackboneCard)}
     if unknown := [name for name in content if name not in known]:
+        field = printable(unknown[0][:80])
         raise UserError(
-            f"{path} was written by a newer xmoco (it has a field {unknown[0]}): upgrade xmoco."
+            f"{path} was written by a newer xmoco (it has a field {field}): upgrade xmoco."
         )
-    card = BackboneCard(**content | {"mean": tuple(content["mean"]), "std": tuple(content["std"])})
     try:
-        check_backbone(str(card.backbone))
+        header = _Header.model_validate(content)
+        missing = known - header.model_fields_set - {"eval_size"}
+    except ValidationError as error:
+        first = error.errors()[0]
+        missing = {str(first["loc"][0])}
+    if missing:
+        field = min(missing)
+        raise UserError(
+            f"{path} has a header that cannot be: {field} is {shortened(content.get(field))}."
+        )
+    try:
+        check_backbone(header.backbone)
     except ValueError as error:
-        raise UserError(f"{path} holds a {card.backbone}, but {error}.") from None
-    return card
+        name = shortened(header.backbone).strip("'")
+        raise UserError(f"{path} holds a {name}, but {error}.") from None
+    return BackboneCard(**{name: getattr(header, name) for name in known})
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
-    except (safetensors.SafetensorError, OSError):
+    except Exception:  # as above
         raise UserError(f"{path} is damaged or no safetensors file.") from None
 
 
@@ -308,7 +355,7 @@ _number_types: list[type] = [type(np.dtype(kind)) for kind in "?bBhHiIlLqQefd"]
 # What checkpoints hold beside tensors: the settings of DINO and others, in a class that only holds
 # values; of Barlow Twins and VICReg the name of a function, which is never called; and numbers of
 # numpy, such as the best accuracy so far.
-HARMLESS: tuple[Callable[..., object] | tuple[Callable[..., object], str], ...] = (
+HARMLESS: tuple[Harmless, ...] = (
     argparse.Namespace,
     (_not_run, "__main__.exclude_bias_and_norm"),
     *((_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
@@ -318,18 +365,9 @@ HARMLESS: tuple[Callable[..., object] | tuple[Callable[..., object], str], ...] 
 
 def _read_pickle(path: Path) -> Mapping[str, object]:
     try:
-        with path.open("rb") as file, torch.serialization.safe_globals(list(HARMLESS)):
-            content = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes can raise anything
-        if isinstance(error, OSError) and error.filename is not None:
-            raise
-        code = re.search(r"GLOBAL (\S*\w) ", str(error))
-        if code is None or not isinstance(error, pickle.UnpicklingError):
-            raise UserError(f"{path} is damaged or no checkpoint of PyTorch.") from None
-        raise UserError(
-            f"{path} holds more than tensors and plain values ({code[1]}), so loading it could "
-            "run code; it was refused."
-        ) from None
+        content = read_pickle(path, HARMLESS)
+    except RefusedPickle as error:
+        raise UserError(f"{path} {error}.") from None
     if not isinstance(content, Mapping):
         raise UserError(f"{path} holds no named tensors.")
     return content

@@ -24,7 +24,7 @@ from xmoco.distributed import sum_over_processes
 from xmoco.errors import Interrupted, UserError
 from xmoco.schedules import Clock, Schedule
 from xmoco.task import Moment, StepOutput, Task
-from xmoco.train.optimizers import build_optimizer
+from xmoco.train.optimizers import build_optimizer, remembers_rightly
 from xmoco.train.run_folder import RunFolder
 from xmoco.train.step import build_stepper
 from xmoco.train.stopping import StopRequest
@@ -134,7 +134,9 @@ class Training:
             # settings, and the rate is a function of the step.
             settings = self.optimizer.state_dict()["param_groups"]
             self.optimizer.load_state_dict(state["optimizer"] | {"param_groups": settings})
-            self.step, self.seconds = int(state["step"]), float(state["seconds"])
+            if not remembers_rightly(self.optimizer.optimizer):
+                raise ValueError("not this optimiser's")
+            self.step, self.seconds = _reached(state, self.total_steps)
         except (RuntimeError, LookupError, ValueError, TypeError, AttributeError):
             raise UserError(
                 f"{path} belongs to another configuration than {self.run.path}."
@@ -271,6 +273,14 @@ class Training:
             f"the loss is no longer a number at step {self.step}; {where}. Lower the learning "
             "rate, raise a temperature, or use precision=fp32, and start again."
         )
+
+
+def _reached(state: Mapping[str, Any], total_steps: int) -> tuple[int, float]:
+    """Step and seconds of a checkpoint, if they can be."""
+    step, seconds = state["step"], float(state["seconds"])
+    if type(step) is not int or not 0 <= step <= total_steps or not 0 <= seconds < math.inf:
+        raise ValueError("no moment of this run")
+    return step, seconds
 
 
 class DivergedError(UserError):

@@ -46,6 +46,27 @@ def build_optimizer(
             )
 
 
+MEMORY: dict[type[Optimizer], frozenset[str]] = {
+    torch.optim.SGD: frozenset({"momentum_buffer"}),
+    torch.optim.AdamW: frozenset({"step", "exp_avg", "exp_avg_sq"}),
+}
+"""What an optimiser remembers of each parameter; LARS as SGD."""
+
+
+def remembers_rightly(optimizer: Optimizer) -> bool:
+    """Whether all it remembers, from a file perhaps, is of its kind and of the parameters'
+    shapes: the optimiser itself would find out in the middle of a step."""
+    kinds = (MEMORY[kind] for kind in MEMORY if isinstance(optimizer, kind))
+    names = next(kinds, MEMORY[torch.optim.SGD])
+    return all(
+        isinstance(parameter, Tensor)
+        and state.keys() in (set(), names)
+        and all(isinstance(value, Tensor) for value in state.values())
+        and all(value.shape in ((), parameter.shape) for value in state.values())
+        for parameter, state in optimizer.state.items()
+    )
+
+
 def _with_decay(groups: Sequence[ParamGroup], settings: OptimConfig) -> list[dict[str, Any]]:
     """The groups, cut in two where norms and biases (tensors of one dimension) do not decay.
 
