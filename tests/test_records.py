@@ -21,15 +21,17 @@ from xmoco.records import (
     KnnProtocol,
     Measured,
     Record,
+    RunMetrics,
     SpeedProtocol,
     StageProtocol,
     TransferProtocol,
     append_records,
     forget_half_line,
-    lines_so_far,
     read_lines,
     read_records,
 )
+from xmoco.report.curves import read_history
+from xmoco.train.run_folder import RunFolder
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
@@ -152,13 +154,53 @@ def test_other_measures_are_passed_over_and_so_are_training_values(tmp_path: Pat
     assert [line.where for line in read_lines(file)] == [f"{file}, line 1", f"{file}, line 3"]
 
 
+VALUES = '{"step": 3, "epoch": 0.5, "time": "now", "values": {"loss": 1.0}}'
+OF_RUN = Record("knn_top1", 50.0, "%", "xmoco", "w", KNN | {"step": 3}, 3)
+
+
 def test_of_a_run_that_goes_on_whole_lines_are_read(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    assert list(lines_so_far(file)) == []
-    file.write_bytes(record(7).json().encode() + b'\n3\n{"values": {}, "epoch": "\xff"}\n{"ste')
-    assert [line.entry.get("value") for line in lines_so_far(file)] == [7, None]
+    assert RunMetrics.read(file) == RunMetrics([], 0)
+    file.write_bytes(f"{VALUES}\n{OF_RUN.json()}\n".encode() + b'3\n\xff\n{"ste')
+    metrics = RunMetrics.read(file)
+    assert [line.entry.get("value") for line in metrics.lines] == [None, 50.0]
+    assert [record["value"] for record in metrics.knn()] == [50.0]
+    assert metrics.damaged == 2  # the half line at the end is what a killed run leaves
     with pytest.raises(UserError, match="is not a text file"):
         list(read_lines(file))
+
+
+DAMAGED = [
+    *("3", "[]", "null", '"text"', "{}", '{"values": 3}', '{"values": []}', "{" * 5000),
+    *(VALUES.replace("3", wrong, 1) for wrong in ("-1", "null", '"3"', "3.5", "1e999", "true")),
+    *(VALUES.replace("0.5", wrong) for wrong in ("-1", "null", '"1"', "NaN", "Infinity", "[]")),
+    *(VALUES.replace("1.0", wrong) for wrong in ("null", '"1"', "[]", "{}", "1" + "0" * 400)),
+    VALUES.replace('"step": 3, ', ""),
+    VALUES.replace('"epoch": 0.5, ', ""),
+    *(
+        json.dumps({**asdict(OF_RUN), field: wrong})
+        for field in ("measure", "value", "subject", "protocol")
+        for wrong in (None, [], {}, "x" if field in ("value", "protocol") else 3)
+    ),
+    *(
+        json.dumps({**asdict(OF_RUN), "protocol": KNN | {"step": 3} | wrong})
+        for wrong in ({"epoch": "1"}, {"epoch": -1}, {"epoch": None}, {"step": 0.5}, {"step": []})
+    ),
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=lambda text: text[:60])
+def test_a_damaged_line_of_a_run_is_counted_and_passed_over(tmp_path: Path, text: str) -> None:
+    run = RunFolder(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(f"{VALUES}\n{text}\n{OF_RUN.json()}\n")
+    assert run.metrics().damaged == 1
+    assert run.last_knn() == {"xmoco": 50.0}
+    assert run.knn_curve("xmoco") == [(6, 50.0)]
+    history = read_history(tmp_path)
+    assert list(history.training) == ["loss"]
+    assert list(history.knn()) == ["xmoco"]
+    assert run.forget_after(3) == 1
+    assert (tmp_path / "metrics.jsonl").read_text() == f"{VALUES}\n{OF_RUN.json()}\n"
 
 
 KINDS: dict[str, type[Measured[Any]]] = {

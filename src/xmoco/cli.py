@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -13,10 +14,14 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from xmoco.cli_evaluate import evaluate, first_process, print_plain
 from xmoco.cli_tables import tables
+from xmoco.text import printable
 
+LONGEST_SENTENCE = 4000
+"""Letters: beyond that nobody reads, and what was wrong scrolls away."""
 STOPPED = (
     "stopped; a pre-training that has begun goes on with --resume, an evaluation or a table with "
     "the same command."
@@ -162,8 +167,8 @@ def settings(
         table = Table(title=section, title_justify="left", box=None, padding=(0, 2))
         for name in ("key", "value", "meaning"):
             table.add_column(name, overflow="fold")
-        for key, value, meaning in fields:
-            table.add_row(key, value, meaning)
+        for row in fields:
+            table.add_row(*(Text(printable(cell)) for cell in row))  # no markup, whatever it holds
         Console().print(table, "")
 
 
@@ -171,6 +176,8 @@ def main() -> None:
     """Run a command; a user's mistake is one sentence and exit status 2."""
     from xmoco.errors import Interrupted, UserError
 
+    # Of an odd image Pillow says something before it is read or refused, which we tell ourselves.
+    warnings.filterwarnings("ignore", module=r"PIL\b")
     # While a run trains, it handles these itself and saves; this is for before and after.
     signal.signal(signal.SIGTERM, lambda *_: _fail(STOPPED, status=143))
     try:
@@ -204,5 +211,7 @@ def _lost_partner(error: Exception) -> bool:
 def _fail(sentence: str, status: int, alone: bool = False) -> NoReturn:
     """Say why and end. Of several processes the first speaks, unless only this one knows."""
     if alone or first_process():
-        print(f"xmoco: {sentence}", file=sys.stderr)
+        if len(sentence) > LONGEST_SENTENCE:
+            sentence = f"{sentence[:LONGEST_SENTENCE]} …"
+        print(f"xmoco: {printable(sentence)}", file=sys.stderr)
     sys.exit(status)

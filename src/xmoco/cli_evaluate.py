@@ -21,6 +21,8 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
+from xmoco.text import printable
+
 if TYPE_CHECKING:
     from xmoco.evaluate.evaluation import EvalOptions, Listener
     from xmoco.records import Record
@@ -461,12 +463,12 @@ def _bars() -> "Iterator[Listener]":
             bars.update(stages[stage], completed=done, total=total, note=note)
 
         def say(self, sentence: str) -> None:
-            print(f"xmoco: {sentence}", file=sys.stderr)
+            print(f"xmoco: {printable(sentence)}", file=sys.stderr)
 
     stages: dict[str, TaskID] = {}
     # Where there is little room, the bar and the note give way: counts and times do not.
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(table_column=Column(no_wrap=True)),
         TimeElapsedColumn(table_column=Column(no_wrap=True)),
@@ -512,7 +514,8 @@ def _show_records(title: str, rows: list[tuple[str, "Record"]], file: Path | Non
 
 
 def print_plain(text: str) -> None:
-    Console().print(text, markup=False, highlight=False, soft_wrap=True)
+    lines = "\n".join(map(printable, text.split("\n")))
+    Console().print(lines, markup=False, highlight=False, soft_wrap=True)
 
 
 def first_process() -> bool:

@@ -32,6 +32,9 @@ def _or_else(wanted: str) -> WrapValidator:
     return WrapValidator(check)
 
 
+LARGEST_NUMBER = 2**53
+"""Up to here, floating point tells whole numbers apart."""
+
 Text = Annotated[str, Field(min_length=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
 # Not strict: yaml has lists, not tuples.
@@ -49,6 +52,15 @@ class Section(BaseModel):
     """A group of settings: strict types, unknown keys refused, never changed after loading."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _is_countable(cls, value: Any) -> Any:
+        """No setting needs such numbers, and beyond them arithmetic overflows."""
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, int | float) and abs(number) > LARGEST_NUMBER:
+                raise ValueError(f"must not be beyond {LARGEST_NUMBER:,}")
+        return value
 
 
 class DataConfig(Section):
@@ -68,6 +80,7 @@ class DataConfig(Section):
     short_side: int = Field(
         512,
         ge=32,
+        le=2**16,
         description="Images whose shorter side is longer than this are shrunk to it when decoded.",
     )
     preload_gib: float = Field(
@@ -122,6 +135,7 @@ class AugmentationConfig(Section):
     blur_kernel: int = Field(
         23,
         ge=1,
+        le=1001,
         description="Odd side of the blur kernel at 224 px; it scales with the view's size.",
     )
     blur_sigma: Range = Field((0.1, 2.0), description="Standard deviation of the blur in pixels.")
@@ -493,14 +507,17 @@ class RunConfig(Section):
     """Where and how it runs. Only these may change when a run is resumed."""
 
     device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="Kind of device.")
-    devices: int = Field(1, ge=1, description="Processes per machine, each with its own device.")
-    nodes: int = Field(1, ge=1, description="Machines.")
+    devices: int = Field(
+        1, ge=1, le=1024, description="Processes per machine, each with its own device."
+    )
+    nodes: int = Field(1, ge=1, le=2**16, description="Machines.")
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="Arithmetic of the encoders: `auto` is bf16 on CUDA, fp32 elsewhere."
     )
     readers: int = Field(
         8,
         ge=1,
+        le=256,
         description="Threads of each process that read images and decode what no GPU does; on "
         "CUDA each has a small process read for it.",
     )

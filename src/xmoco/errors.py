@@ -4,6 +4,9 @@ import difflib
 import signal
 from collections.abc import Iterable
 
+LONGEST_WORD = 500
+"""Letters of what may be a misspelt word or path: comparing takes time."""
+
 
 class UserError(Exception):
     """Something the user can put right: what is wrong, where, and what would be right.
@@ -26,5 +29,7 @@ class Interrupted(Exception):  # noqa: N818 - nothing went wrong
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """`` (did you mean X?)`` when something known is close to ``word``, otherwise nothing."""
+    if len(word) > LONGEST_WORD:
+        return ""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""

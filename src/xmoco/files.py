@@ -1,6 +1,8 @@
-"""Files are written whole or not at all."""
+"""Files are written whole or not at all, and read only if they are files and not too long."""
 
+import errno
 import os
+import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +18,22 @@ def _to_disk(folder: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def text_of(path: Path, longest: int) -> str:
+    """The text of a file that has at most ``longest`` bytes.
+
+    An ``OSError`` if it is longer, or no regular file: a pipe is not waited for, and a device that
+    never ends is not read. A ``ValueError`` if it is no text.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        number = errno.EISDIR if stat.S_ISDIR(status.st_mode) else errno.EOPNOTSUPP
+        raise OSError(number, os.strerror(number), str(path))
+    if status.st_size > longest:
+        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), str(path))
+    with path.open("rb") as file:
+        return file.read(longest).decode("utf-8")
 
 
 def write_whole(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:

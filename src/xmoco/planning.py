@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_fabric import Fabric
 from rich.console import Console
+from rich.text import Text
 
 from xmoco.auto import (
     AutoRecipe,
@@ -24,6 +25,7 @@ from xmoco.errors import UserError
 from xmoco.methods import Method, build_method, method_class
 from xmoco.nn.encoding import describe_batch_norm, resolve_batch_norm
 from xmoco.settings import load_config
+from xmoco.text import printable
 from xmoco.train.engine import build_fabric, on_first
 
 AUTO = "auto"
@@ -97,7 +99,7 @@ def chosen_config(asked: Asked, fabric: Fabric, console: Console) -> Config:
         return images_per_second(asked.config(base, changes), fabric.device)
 
     def choose_for(images: ImageSet) -> AutoRecipe:
-        with console.status(f"looking at {images.name}"):
+        with console.status(Text(f"looking at {images.name}")):
             situation = look_at(images, fabric.device.type)
             return choose(situation, speed)
 
@@ -138,26 +140,31 @@ def _forecast(config: Config, images: int, fabric: Fabric) -> str:
 
 
 def say(console: Console, line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
 
 def _expect_images(config: Config, recipe: str | Path | None) -> None:
     """Where a recipe only guesses where the images are, somebody has to say."""
     source = config.data.source
     guessed = source == load_config(recipe).data.source and is_path(source)
-    if guessed and not Path(source).expanduser().exists():
+    if guessed and not _is_there(source):
         raise UserError(f"say with --data where the images are: they are not in {source!r}.")
 
 
 def with_full_paths(config: Config) -> Config:
     """Data by its full path, so that a run can be resumed from anywhere."""
     data = config.data
-    source = Path(data.source).expanduser()
-    if source.exists():
-        data = data.model_copy(update={"source": os.path.abspath(source)})  # noqa: PTH100
+    if _is_there(data.source):
+        source = os.path.abspath(os.path.expanduser(data.source))  # noqa: PTH100, PTH111
+        data = data.model_copy(update={"source": source})
     if data.source.startswith("torchvision:"):
         data = data.model_copy(update={"root": os.path.abspath(data.root)})  # noqa: PTH100
     return config.model_copy(update={"data": data})
+
+
+def _is_there(source: str) -> bool:
+    """Unlike ``Path``'s own ways, it takes any name: one too long, or of nobody's home."""
+    return os.path.exists(os.path.expanduser(source))  # noqa: PTH110, PTH111
 
 
 def model_here(config: Config, fabric: Fabric) -> ModelConfig:

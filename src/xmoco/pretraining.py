@@ -11,6 +11,7 @@ import torch
 from lightning_fabric import Fabric
 from pydantic import ValidationError
 from rich.console import Console
+from rich.text import Text
 from torch import nn
 
 from xmoco.config import Config, ModelConfig
@@ -134,7 +135,7 @@ def _run(
     images, test = open_images(config.data, "train"), open_images(config.data, "test")
     assert images is not None
     broken = Unreadable(0 if test is None else len(test))
-    with console.status(f"reading {images.name}"):
+    with console.status(Text(f"reading {images.name}")):
         batches = _batches(config, fabric, images, RunFolder(path).unreadable())
         kept = None if test is None else _kept(test, config, fabric.device, broken)
 
@@ -159,8 +160,8 @@ def _run(
         monitor = Monitor(config, work_name(config), bank, kept, fabric.device)
         if first:
             before = run.environment()
-            _open_books(training, method, here, broken, resume)
-            for line in _introduction(here, training, method, images, resumed, before):
+            damaged = _open_books(training, method, here, broken, resume)
+            for line in _introduction(here, training, method, images, resumed, before, damaged):
                 say(console, line)
                 run.log(line)
         if not training.finished:
@@ -244,12 +245,12 @@ def _same_identity(then: Any, now: Any) -> bool:
 
 def _open_books(
     training: Training, method: Method, here: Config, broken: Unreadable, resume: bool
-) -> None:
-    """Bring the run folder to where the training stands."""
+) -> int:
+    """Bring the run folder to where the training stands; lines of metrics.jsonl were damaged."""
     run, fabric = training.run, training.fabric
     if not resume:
         run.add_unreadable(broken, test=True)
-    run.forget_after(training.step)
+    damaged = run.forget_after(training.step)
     run.write_environment(
         device=str(fabric.device),
         processes=fabric.world_size,
@@ -260,6 +261,7 @@ def _open_books(
             "reference_levels": method.reference_levels(),
         },
     )
+    return damaged
 
 
 def _kept(test: ImageSet, config: Config, device: torch.device, broken: Unreadable) -> ImageSet:
@@ -307,6 +309,7 @@ def _introduction(
     images: ImageSet,
     resumed: bool,
     before: Mapping[str, Any],
+    damaged: int,
 ) -> Iterator[str]:
     """What a person wants to know before waiting; ``before`` is the last session's environment."""
     yield from about(config, method, images, training.fabric, _other_norm(config.model, before))
@@ -314,6 +317,9 @@ def _introduction(
         count = len(training.batches.unreadable)
         what = "1 image" if count == 1 else f"{count} images"
         yield f"warning: {what} could not be read and others take their place; see unreadable.txt"
+    if damaged:
+        what = "1 line" if damaged == 1 else f"{damaged} lines"
+        yield f"warning: {what} of metrics.jsonl were damaged and have been left out"
     if resumed and training.finished:
         yield "this run is complete: its weights and report are written again"
     elif resumed:
@@ -327,7 +333,8 @@ def _other_norm(model: ModelConfig, before: Mapping[str, Any]) -> str:
     was = before.get("batch_norm", model.batch_norm)
     if was == model.batch_norm:
         return ""
-    return f" ({was} before, on {before['processes']} × {torch.device(before['device']).type})"
+    device = str(before.get("device")).partition(":")[0]
+    return f" ({was} before, on {before.get('processes')} × {device})"
 
 
 def _finish(config: Config, training: Training, method: Method, monitor: Monitor) -> RunResult:

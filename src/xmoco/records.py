@@ -22,8 +22,12 @@ from typing import Annotated, Any, BinaryIO, Generic, TypeVar
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from xmoco.data.trees import printable
 from xmoco.errors import UserError
+from xmoco.files import text_of
+from xmoco.text import printable, shortened
+
+LARGEST_FILE = 2**30
+"""Bytes of a file of records."""
 
 if sys.platform != "win32":
     import fcntl
@@ -259,27 +263,82 @@ class Line:
 def read_lines(file: Path) -> Iterator[Line]:
     """The lines of a file of records, each of which must be one."""
     try:
-        texts = file.read_text(encoding="utf-8").split("\n")
+        texts = text_of(file, LARGEST_FILE).split("\n")
     except FileNotFoundError:
         raise UserError(f"there is no file of records at {file}.") from None
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror or error}.") from None
-    except UnicodeDecodeError:
+    except ValueError:
         raise UserError(f"{file} is not a text file: give a .jsonl file of records.") from None
     for number, text in enumerate(texts, start=1):
         if text.strip():
             yield _parse(text, f"{file}, line {number}")
 
 
-def lines_so_far(file: Path) -> Iterator[Line]:
-    """The lines of a file that a run may be writing: there may be none yet, and the half line that
-    a run leaves which is killed is passed over."""
-    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
-    for number, line in enumerate(text.split("\n"), start=1):
+class TrainingValues(BaseModel):
+    """A line of a run's metrics.jsonl that is no record."""
+
+    model_config = STRICT
+
+    step: int = Field(ge=0)
+    epoch: float = Field(ge=0, allow_inf_nan=False)
+    values: dict[str, float]
+
+
+class RunProtocol(BaseModel):
+    """What a record in a run's metrics.jsonl tells of its moment."""
+
+    model_config = STRICT
+
+    epoch: int = Field(ge=0)
+    step: int = Field(0, ge=0)
+
+
+class RunRecord(BaseModel):
+    """What a run and its report need of a record in metrics.jsonl."""
+
+    model_config = STRICT
+
+    measure: str
+    value: float
+    subject: str
+    protocol: RunProtocol
+
+
+@dataclass(frozen=True)
+class RunMetrics:
+    """The metrics.jsonl of a run: its lines, and how many are damaged."""
+
+    lines: list[Line] = field(default_factory=list)
+    damaged: int = 0
+
+    @classmethod
+    def read(cls, file: Path) -> "RunMetrics":
+        """Of a run that may be writing it: there may be none yet, and the half line that a run
+        leaves which is killed counts for nothing. Whatever else is no line of ours is counted."""
+        if not file.exists():
+            return cls()
         try:
-            yield _parse(line, f"{file}, line {number}")
-        except UserError:
-            continue
+            texts = file.read_bytes().decode("utf-8", "replace").split("\n")
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror or error}.") from None
+        found = [_line_of_run(text, f"{file}, line {n}") for n, text in enumerate(texts, start=1)]
+        whole = [line for line in found if line is not None]
+        damaged = sum(bool(text.strip()) for text in texts[:-1]) - len(whole) + bool(found[-1])
+        return cls(whole, damaged)
+
+    def knn(self) -> list[dict[str, Any]]:
+        """The records of kNN accuracy."""
+        return [line.entry for line in self.lines if line.entry.get("measure") == "knn_top1"]
+
+
+def _line_of_run(text: str, where: str) -> Line | None:
+    try:
+        line = _parse(text, where)
+        (RunRecord if "measure" in line.entry else TrainingValues).model_validate(line.entry)
+    except (UserError, ValidationError):
+        return None
+    return line
 
 
 def _parse(text: str, where: str) -> Line:
@@ -302,7 +361,7 @@ def _validated(line: Line, kind: type[M]) -> M:
         if first["type"] == "missing":
             raise UserError(f"{line.where}: the record lacks {key}.") from None
         wanted = first["msg"].replace("Input should", "must")
-        raise UserError(f"{line.where}: {key} = {first['input']!r} {wanted}.") from None
+        raise UserError(f"{line.where}: {key} = {shortened(first['input'])} {wanted}.") from None
 
 
 def _git(folder: Path, *arguments: str) -> str:

@@ -1,8 +1,14 @@
-"""Recipes and ``key=value`` changes become a configuration; every mistake becomes a sentence."""
+"""Recipes and ``key=value`` changes become a configuration; every mistake becomes a sentence.
+
+A recipe may come from anyone, too: it is text of a bearable length, without aliases, by which a few
+hundred bytes could stand for gigabytes.
+"""
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -13,6 +19,17 @@ from pydantic.fields import FieldInfo
 
 from xmoco.config import KINDS, Config, Section
 from xmoco.errors import UserError, nearest
+from xmoco.files import text_of
+from xmoco.text import printable, shortened
+
+LONGEST_YAML = 2**17
+"""Letters of a recipe or a value; the longest recipe here has 2,000."""
+MOST_HEIRS = 20
+"""Recipes that inherit from each other in a row."""
+MOST_MISTAKES = 10
+"""That are told of at once."""
+LONGEST_REASON = 300
+"""Letters of why yaml is not valid."""
 
 # What other programs and the paper call some settings: not keys, but we know what is meant.
 OTHER_NAMES = {
@@ -50,8 +67,8 @@ def load_config(
             asked.append((key.strip(), _parse(key.strip(), text)))
         else:
             is_there = os.path.exists(override)  # noqa: PTH110 - unlike Path's, it never raises
-            meant = f" (for images: --data {override})" if is_there else ""
-            mistakes.append(f"{override!r} is not of the form key=value{meant}")
+            meant = f" (for images: --data {shlex.quote(override)})" if is_there else ""
+            mistakes.append(f"{shortened(override)} is not of the form key=value{meant}")
     merged = {} if recipe is None else read_recipe(recipe)
     for layer in ((below or {}).items(), [*asked, *(settings or {}).items()]):
         merged = _merged(merged, _by_section(layer, mistakes))
@@ -64,7 +81,7 @@ def _by_section(changes: Iterable[tuple[str, Any]], mistakes: list[str]) -> Sett
         path = _find_field(key)
         if path is None:
             known = [name for pair in all_fields() for name in (pair[1], ".".join(pair))]
-            mistakes.append(f"unknown key {key!r}{_suggestion(key, known)}")
+            mistakes.append(_unknown(key, known))
         else:
             section, field = path
             found.setdefault(section, {})[field] = value
@@ -94,6 +111,8 @@ def read_recipe(recipe: str | Path, heirs: tuple[str, ...] = ()) -> Settings:
     text, where = _recipe_text(recipe)
     if where in heirs:
         raise UserError(f"{where} inherits from itself.")
+    if len(heirs) > MOST_HEIRS:
+        raise UserError(f"{where} has more than {MOST_HEIRS} heirs, each of the one before.")
     content = read_yaml(text, where) or {}
     if not isinstance(content, dict):
         raise UserError(
@@ -101,16 +120,24 @@ def read_recipe(recipe: str | Path, heirs: tuple[str, ...] = ()) -> Settings:
         )
     parent = content.pop("inherits", None)
     if parent is not None and not isinstance(parent, str):
-        raise UserError(f"{where} must inherit from one recipe by name, not from {parent!r}.")
+        raise UserError(
+            f"{where} must inherit from one recipe by name, not from {shortened(parent)}."
+        )
     for section, fields in content.items():
         if section in KINDS and isinstance(fields, str):
             content[section] = {"name": fields}
         elif not isinstance(fields, dict):
-            raise UserError(f"{where}: {section} must hold keys and values, not {fields!r}.")
+            raise UserError(
+                f"{where}: {printable(str(section)[:80])} must hold keys and values, not "
+                f"{shortened(fields)}."
+            )
     if parent is None:
         return content
     if _is_file(parent):  # looked for beside the file that inherits from it
-        parent = (Path(recipe).parent / parent).resolve()
+        try:
+            parent = (Path(recipe).parent / parent).resolve()
+        except (OSError, ValueError, RuntimeError):  # a name no file can have, or links in a circle
+            raise UserError(f"{where} cannot inherit from {shortened(parent)}.") from None
     return _merged(read_recipe(parent, (*heirs, where)), content)
 
 
@@ -119,6 +146,7 @@ def recipe_names() -> list[str]:
     return sorted(item.name[:-5] for item in folder.iterdir() if item.name.endswith(".yaml"))
 
 
+@cache
 def all_fields() -> dict[tuple[str, str], FieldInfo]:
     """Every (section, field) of any method and optimiser."""
     found: dict[tuple[str, str], FieldInfo] = {}
@@ -177,7 +205,7 @@ def _recipe_text(recipe: str | Path) -> tuple[str, str]:
             raise UserError(f"cannot read the recipe {recipe}: {error}") from None
     names = recipe_names()
     raise UserError(
-        f"unknown recipe {str(recipe)!r}{nearest(str(recipe), names)}; "
+        f"unknown recipe {shortened(str(recipe))}{nearest(str(recipe), names)}; "
         f"there are {', '.join(names)}, or give a .yaml file."
     )
 
@@ -188,16 +216,22 @@ def _is_file(recipe: str | Path) -> bool:
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return text_of(path, LONGEST_YAML)
     except (OSError, ValueError) as error:
         raise UserError(getattr(error, "strerror", None) or "it is not a text file") from None
 
 
 def read_yaml(text: str, where: str) -> Any:
+    if len(text) > LONGEST_YAML:
+        raise UserError(f"{where} is longer than {LONGEST_YAML:,} letters.")
     try:
         return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
-        raise UserError(f"{where} is not valid yaml: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise UserError(f"{where} is not valid yaml: it is nested too deeply.") from None
+    except (yaml.YAMLError, ValueError, OverflowError, LookupError, TypeError) as error:
+        # Not only yaml's own errors: a date such as 2024-13-45, or a number that is none.
+        reason = " ".join(str(error).split())
+        raise UserError(f"{where} is not valid yaml: {reason[:LONGEST_REASON]}") from None
 
 
 def _find_field(key: str) -> tuple[str, str] | None:
@@ -244,10 +278,17 @@ def _validated(settings: Settings, mistakes: list[str]) -> Config:
     try:
         config = Config.model_validate(settings)
     except ValidationError as error:
-        mistakes = mistakes + [_sentence(item) for item in error.errors()]
+        found = error.errors()
+        room = max(0, MOST_MISTAKES - len(mistakes))
+        mistakes = mistakes + [_sentence(item) for item in found[:room]]
+        mistakes += [f"and {len(found) - room:,} more"] if len(found) > room else []
     if mistakes:
         raise UserError("; ".join(dict.fromkeys(mistakes)) + ".")
     return config
+
+
+def _unknown(key: str, known: Iterable[str]) -> str:
+    return f"unknown key {shortened(key)}{_suggestion(key, known)}"
 
 
 def _suggestion(key: str, known: Iterable[str]) -> str:
@@ -280,25 +321,33 @@ def _sentence(error: Any) -> str:
             return f"{kind} has no setting {place[1]}"
         case "extra_forbidden" | "invalid_key":
             known = map(".".join, fields) if len(place) > 1 else Config.model_fields
-            return f"unknown key {key!r}{_suggestion(key, known)}"
+            return _unknown(key, known)
         case "union_tag_invalid":
             name, kinds = value.get("name"), KINDS[place[0]]
             what = {"method": "method", "optim": "optimiser"}[place[0]]
             there = ", ".join(kinds)
-            return f"unknown {what} {name!r}{nearest(str(name), kinds)}; there are {there}"
+            return f"unknown {what} {shortened(name)}{nearest(str(name), kinds)}; there are {there}"
         case "value_error":
             wanted = str(error["ctx"]["error"])
         case other:
             wanted = _WANTED.get(other) or error["msg"].replace("Input should", "must")
-    return f"{key} = {value!r}: {wanted}"
+    return f"{printable(key)} = {shortened(value)}: {wanted}"
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe yaml that reads 1e-4 as a number: yaml 1.1 asks for 1.0e-4."""
+    """Safe yaml that reads 1e-4 as a number (yaml 1.1 asks for 1.0e-4) and takes no aliases."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases are not taken")
+        return super().compose_node(parent, index)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes what ``_Loader`` reads: the text 1e-4 needs quotes."""
+    """Writes what ``_Loader`` reads: the text 1e-4 needs quotes, and nothing is an alias."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
 
 
 for _side in (_Loader, _Dumper):

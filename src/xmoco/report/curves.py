@@ -7,20 +7,24 @@ Figures are made by matplotlib's object interface: nothing global changes in the
 """
 
 import io
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from xmoco.errors import UserError
-from xmoco.records import lines_so_far
+from xmoco.records import RunMetrics
+from xmoco.settings import read_text, read_yaml
+from xmoco.train.run_folder import read_environment
+
+LARGEST_DRAWN = 1e30
+"""Beyond that, and where a value is no number, matplotlib's arithmetic fails."""
 
 Record = Mapping[str, Any]
 
@@ -71,25 +75,49 @@ def read_history(run: Path) -> History:
         raise UserError(f"{run} has no metrics.jsonl, so it is not a run folder of xmoco.")
     training: dict[str, dict[float, float]] = {}
     records: list[Record] = []
-    for line in lines_so_far(metrics):
+    for line in RunMetrics.read(metrics).lines:
         if "measure" in line.entry:
             records.append(line.entry)
         else:
             for name, value in line.entry["values"].items():
-                training.setdefault(name, {})[line.entry["epoch"]] = value
-    environment = run / "environment.json"
-    facts = json.loads(environment.read_text(encoding="utf-8")) if environment.is_file() else {}
-    config_file = run / "config.yaml"
-    config = (
-        yaml.safe_load(config_file.read_text(encoding="utf-8")) if config_file.is_file() else {}
-    )
+                training.setdefault(name, {})[line.entry["epoch"]] = _drawable(value)
+    about = _about_the_method(read_environment(run))
     return History(
         training={name: _series(points) for name, points in training.items()},
-        records=records,
-        config=config,
-        reference_levels=facts.get("method", {}).get("reference_levels", {}),
-        subject=facts.get("method", {}).get("subject"),
+        records=[{**record, "value": _drawable(record["value"])} for record in records],
+        config=_config(run / "config.yaml"),
+        reference_levels=about.reference_levels,
+        subject=about.subject,
     )
+
+
+class _AboutTheMethod(BaseModel):
+    """What a run's environment.json tells of its method."""
+
+    reference_levels: dict[str, FiniteFloat] = Field(default_factory=dict)
+    subject: str | None = None
+
+
+def _about_the_method(environment: Mapping[str, Any]) -> _AboutTheMethod:
+    try:
+        return _AboutTheMethod.model_validate(environment.get("method", {}))
+    except ValidationError:  # damaged; the curves are not
+        return _AboutTheMethod()
+
+
+def _config(file: Path) -> dict[str, Any]:
+    """The sections of a run's config.yaml, as far as they are there."""
+    try:
+        content = read_yaml(read_text(file), "it")
+    except UserError:
+        content = None
+    sections = content.items() if isinstance(content, dict) else ()
+    return {str(name): fields for name, fields in sections if isinstance(fields, dict)}
+
+
+def _drawable(value: float) -> float:
+    """Where there is nothing to draw, curves have a gap."""
+    return value if abs(value) < LARGEST_DRAWN else math.nan
 
 
 def _series(points: Mapping[float, float]) -> Series:

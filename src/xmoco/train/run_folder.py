@@ -20,8 +20,8 @@ from xmoco.checkpoints import Checkpoints
 from xmoco.config import Config
 from xmoco.errors import UserError
 from xmoco.files import write_whole
-from xmoco.records import Record, commit, lines_so_far, machine, now, versions
-from xmoco.settings import read_config
+from xmoco.records import Record, RunMetrics, commit, machine, now, versions
+from xmoco.settings import read_config, read_text, read_yaml
 
 if sys.platform != "win32":
     import fcntl
@@ -88,8 +88,8 @@ class RunFolder:
             cls.refuse_existing(path)
             return False
         try:
-            before = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
+            before = read_yaml(read_text(file), "it")
+        except UserError:
             before = None
         if not isinstance(before, dict):
             raise UserError(f"{file} is damaged: choose another folder with --out.")
@@ -121,12 +121,7 @@ class RunFolder:
 
     def environment(self) -> dict[str, Any]:
         """What the last session wrote about itself; nothing if it did not get that far."""
-        try:
-            text = (self.path / "environment.json").read_text(encoding="utf-8")
-            content: dict[str, Any] = json.loads(text)
-        except (OSError, ValueError):
-            return {}
-        return content
+        return read_environment(self.path)
 
     def write_environment(self, **facts: Any) -> None:
         content = {
@@ -148,30 +143,34 @@ class RunFolder:
 
     def last_knn(self) -> dict[str, float]:
         """The last kNN accuracy of every subject."""
-        return {record["subject"]: record["value"] for record in self._knn_records()}
+        return {record["subject"]: record["value"] for record in self.metrics().knn()}
 
     def knn_curve(self, subject: str) -> list[tuple[int, float]]:
         """Epochs and kNN accuracies of one subject."""
         return [
             (record["protocol"]["epoch"], record["value"])
-            for record in self._knn_records()
+            for record in self.metrics().knn()
             if record["subject"] == subject
         ]
 
-    def _knn_records(self) -> list[dict[str, Any]]:
-        entries = (line.entry for line in lines_so_far(self.path / "metrics.jsonl"))
-        return [entry for entry in entries if entry.get("measure") == "knn_top1"]
+    def metrics(self) -> RunMetrics:
+        return RunMetrics.read(self.path / "metrics.jsonl")
 
     def log(self, text: str) -> None:
         self._append("train.log", f"{now()} {text}")
 
-    def forget_after(self, step: int) -> None:
-        """Drop metrics of steps that a resumed run is about to repeat; all, if it starts over."""
+    def forget_after(self, step: int) -> int:
+        """Drop metrics of steps that a resumed run is about to repeat; all, if it starts over.
+
+        Damaged lines go, too; told is how many there were.
+        """
         file = self.path / "metrics.jsonl"
         if not file.exists():
-            return
-        kept = [line.text + "\n" for line in lines_so_far(file) if 0 < step >= _step(line.entry)]
-        write_whole(file, "".join(kept).encode())
+            return 0
+        metrics = self.metrics()
+        kept = [line.text + "\n" for line in metrics.lines if 0 < step >= _step(line.entry)]
+        write_whole(file, "".join(kept).encode(errors="replace"))
+        return metrics.damaged
 
     def unreadable(self) -> list[tuple[str, str]]:
         """Training images that could not be read so far, each with the reason."""
@@ -199,6 +198,15 @@ class RunFolder:
             ) from None
 
 
+def read_environment(run: Path) -> dict[str, Any]:
+    """The environment.json of a run folder; nothing if there is none, or none that is whole."""
+    try:
+        content = json.loads((run / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings as they are read back from a file."""
     content: dict[str, Any] = json.loads(json.dumps(settings))
@@ -222,7 +230,7 @@ def refuse_other_settings(
 
 
 def _short(value: object) -> str:
-    text = json.dumps(value, default=str)  # a hand may have put anything there
+    text = json.dumps(value, default=str, skipkeys=True)  # a hand may have put anything there
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
