@@ -123,15 +123,14 @@ def measure(subject: str, work: Work, launch: str, trials: int) -> list[Record]:
     ]
 
 
-def build(subject: str, work: Work) -> MoCoLoss | XMoCoLoss:
+def build(subject: str, work: Work) -> XMoCoLoss:
     """A loss as it is in the midst of training: every slot of its memory is taken."""
     torch.manual_seed(SEED)
     kind = MoCoLoss if subject == "mocov2plus" else XMoCoLoss
     criterion = kind(work.feature_size, work.bank_length).to(work.device)
     criterion.plain = subject == PLAIN
     criterion.banks.enqueue(*unit_rows(2, work.bank_length, work))
-    if isinstance(criterion, XMoCoLoss):
-        assert criterion.soft_labels is not None
+    if criterion.soft_labels is not None:
         assert criterion.soft_labels.history is not None
         criterion.soft_labels.history.enqueue(*unit_rows(2, work.bank_length, work))
     return criterion
@@ -149,7 +148,7 @@ def random_features(work: Work) -> list[Tensor]:
     return [q_s.requires_grad_(), q_t.requires_grad_(), k_s, k_t]
 
 
-def as_trial(criterion: MoCoLoss | XMoCoLoss, features: list[Tensor]) -> Callable[[], None]:
+def as_trial(criterion: XMoCoLoss, features: list[Tensor]) -> Callable[[], None]:
     def trial() -> None:
         for query in features[:2]:
             query.grad = None

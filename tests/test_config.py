@@ -157,7 +157,7 @@ def test_a_recipe_for_another_method_drops_what_it_lacks(tmp_path: Path) -> None
         ("optim: {lr: 3}", "unknown key 'optim.lr' (did you mean learning_rate?)"),
         ("trian: {epochs: 3}", "unknown key 'trian' (did you mean train?)"),
         ("data: {source: 3}", "data.source = 3: must be text"),
-        ("method: {name: mocov2plus, history: none}", "mocov2plus has no setting history"),
+        ("method: {name: simclr, history: none}", "simclr has no setting history"),
         ("method: {name: moco}", "unknown method 'moco'"),
     ],
 )
@@ -224,12 +224,12 @@ def test_another_method_keeps_what_fits() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [["sharpness=3", "method=mocov2plus"], ["method.name=mocov2plus", "method.sharpness=3"]],
+    [["sharpness=3", "method=ressl"], ["method.name=ressl", "method.sharpness=3"]],
 )
 def test_a_setting_of_another_method_is_refused_in_any_order(changes: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         load_config("imagenet", [*changes, "hue=3", "epoch=1"])
-    for words in ("mocov2plus has no setting sharpness", "views.hue = 3", "did you mean epochs?"):
+    for words in ("ressl has no setting sharpness", "views.hue = 3", "did you mean epochs?"):
         assert words in str(caught.value)
 
 
@@ -247,6 +247,30 @@ def test_methods_without_banks(name: str) -> None:
         assert method.key_momentum == load_config("demo").method.key_momentum
     with pytest.raises(UserError, match=f"{name} has no setting bank_length"):
         load_config("demo", [f"method={name}", "bank_length=8"])
+
+
+@pytest.mark.parametrize("idea", ["consistency_weight", "label_weight"])
+def test_xmocos_ideas_are_settings_of_methods_with_negatives(idea: str) -> None:
+    """Off unless asked for; whose loss has one direction must take both."""
+    for name in ("mocov2plus", "simclr", "co2", "sce"):
+        changes = [f"method={name}", "symmetric=true"][: 2 if name in ("co2", "sce") else 1]
+        plain = load_config("imagenette", changes).method
+        assert plain.added == ()
+        assert plain.subject == name
+        if (name, idea) == ("sce", "label_weight"):  # it has soft labels of its own
+            continue
+        method = load_config("imagenette", [*changes, f"{idea}=0.5"]).method
+        assert method.added == (idea.removesuffix("_weight").replace("label", "labels"),)
+        assert method.subject == f"{name}+{method.added[0]}"
+        assert getattr(method, idea) == 0.5
+    with pytest.raises(UserError) as caught:
+        load_config("demo", ["method=co2", f"{idea}=1"])
+    assert str(caught.value) == (
+        f"method.{idea} = 1: compares both sides of an image, so it needs symmetric=true."
+    )
+    for name in ("byol", "swav", "ressl"):
+        with pytest.raises(UserError, match=f"^{name} has no setting {idea}.$"):
+            load_config("demo", [f"method={name}", f"{idea}=1"])
 
 
 def test_the_views_of_swav() -> None:
@@ -431,10 +455,10 @@ def test_a_config_that_cannot_be_used(tmp_path: Path, content: bytes | None, wor
 
 def test_differences_leave_out_where_it_runs() -> None:
     old = load_config("demo")
-    new = load_config("demo", ["epochs=9", "devices=4", "method=mocov2plus"])
+    new = load_config("demo", ["epochs=9", "devices=4", "method=simclr"])
     found = differences(old, new)
     assert "train.epochs: 6 → 9" in found
-    assert "method.name: xmoco → mocov2plus" in found
+    assert "method.name: xmoco → simclr" in found
     assert "method.history: queries → None" in found
     assert not any(text.startswith("run.") for text in found)
     assert differences(old, old) == []

@@ -36,6 +36,7 @@ SMALL = (
     *("batch_norm_groups=4", "warmup_epochs=0.5", f"device={DEVICE}", "precision=fp32"),
 )
 BANKS = "bank_length=48 key_momentum=0.5 key_momentum_end=0.99"
+IDEAS = "label_weight=0.8 consistency_weight=0.5 consistency_warmup_epochs=2"
 AFTER = (WARM_UP + 2) / PER_EPOCH  # in epochs: something changes when the graph is recorded already
 SWAV = f"method=swav prototypes=12 freeze_prototypes_epochs={AFTER}"
 METHODS = {
@@ -52,6 +53,10 @@ METHODS = {
     "simsiam": "method=simsiam predictor_hidden=32",
     "barlowtwins": "method=barlowtwins",
     "vicreg": "method=vicreg learning_rate=0.08",
+    "simclr, ideas": f"method=simclr {IDEAS}",
+    "mocov2plus, ideas": f"method=mocov2plus {BANKS} {IDEAS}",
+    "co2, ideas": f"method=co2 {BANKS} symmetric=true {IDEAS}",
+    "sce, consistency": f"method=sce {BANKS} symmetric=true consistency_weight=0.5",
     "lars": f"{BANKS} optim=lars learning_rate=16 trust=0.02",
     "lars, clipped": f"{BANKS} optim=lars learning_rate=16 trust=0.02 clip=true",
     "adamw": f"{BANKS} optim=adamw learning_rate=0.016",

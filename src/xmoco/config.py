@@ -206,9 +206,61 @@ class MethodSettings(Section):
     name: str
 
     @property
+    def added(self) -> tuple[str, ...]:
+        """What the method has of another one."""
+        return ()
+
+    @property
     def subject(self) -> str:
         """What records call the method."""
-        return self.name
+        return "+".join((self.name, *self.added))
+
+
+class ConsistencyConfig(MethodSettings):
+    """XMoCo's consistency, for methods that compare both sides of an image with negatives."""
+
+    consistency_weight: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of XMoCo's cross-similarity consistency, a term more; 0: none.",
+    )
+    consistency_warmup_epochs: float = Field(
+        0.0, ge=0, description="Epochs over which that weight rises linearly from 0."
+    )
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        return ("consistency",) if self.consistency_weight else ()
+
+
+class IdeasConfig(ConsistencyConfig):
+    """Both of XMoCo's ideas, for methods whose labels are one-hot otherwise."""
+
+    label_weight: Probability = Field(
+        0.0,
+        description="Share of XMoCo's balanced soft labels, the rest being one-hot; 0: none.",
+    )
+    sharpness: float = Field(
+        2.0, gt=0, description="λ: how closely soft labels follow similarities."
+    )
+    positive_mass: float = Field(
+        0.9, gt=0, le=1, description="ξ: the share of a soft label given to the positive."
+    )
+    sinkhorn_iterations: int = Field(3, ge=1, le=1000, description="Rounds of label balancing.")
+
+    @property
+    def added(self) -> tuple[str, ...]:
+        return (("labels",) if self.label_weight else ()) + super().added
+
+
+class BankIdeasConfig(IdeasConfig):
+    """The same where negatives are past keys."""
+
+    history: Literal["queries", "probabilities", "none"] = Field(
+        "queries",
+        description="Past rows that join the label balancing: `queries` recomputes them against "
+        "today's bank (O(K·d) memory), `probabilities` stores them as in the paper (O(K²)).",
+    )
 
 
 class MomentumEncoderConfig(MethodSettings):
@@ -252,19 +304,26 @@ class DirectedConfig(MoCoConfig):
         "other's; else one view makes queries and another one keys.",
     )
 
+    @field_validator("label_weight", "consistency_weight", check_fields=False)
+    @classmethod
+    def _has_two_sides(cls, weight: float, settings: ValidationInfo) -> float:
+        if weight and not settings.data.get("symmetric"):
+            raise ValueError("compares both sides of an image, so it needs symmetric=true")
+        return weight
 
-class XMoCoConfig(MoCoConfig):
-    name: Literal["xmoco"] = Field("xmoco", description="Extended momentum contrast.")
-    sharpness: float = Field(2.0, gt=0, description="λ: how closely labels follow similarities.")
-    positive_mass: float = Field(
-        0.9, gt=0, le=1, description="ξ: the share of a soft label given to the positive."
-    )
-    sinkhorn_iterations: int = Field(3, ge=1, le=1000, description="Rounds of label balancing.")
-    history: Literal["queries", "probabilities", "none"] = Field(
+
+class TwoBanksConfig(BankIdeasConfig, MoCoConfig):
+    """Settings of XMoCo, and of what it extends."""
+
+    teacher: Literal["queries", "keys"] = Field(
         "queries",
-        description="Past rows that join the label balancing: `queries` recomputes them against "
-        "today's bank (O(K·d) memory), `probabilities` stores them as in the paper (O(K²)).",
+        description="Whose similarities labels and consistency targets are made of: `queries` as "
+        "in the paper, or the momentum encoder's `keys`.",
     )
+
+
+class XMoCoConfig(TwoBanksConfig):
+    name: Literal["xmoco"] = Field("xmoco", description="Extended momentum contrast.")
     label_weight: Probability = Field(
         1.0,
         description="Share of the soft labels, the rest being one-hot: 1 is the paper's, 0 leaves "
@@ -273,14 +332,6 @@ class XMoCoConfig(MoCoConfig):
     consistency_weight: float = Field(
         1.0, ge=0, description="Weight of the cross-similarity consistency terms; 0: none."
     )
-    consistency_warmup_epochs: float = Field(
-        0.0, ge=0, description="Epochs over which that weight rises linearly from 0."
-    )
-    teacher: Literal["queries", "keys"] = Field(
-        "queries",
-        description="Whose similarities labels and consistency targets are made of: `queries` as "
-        "in the paper, or the momentum encoder's `keys`.",
-    )
 
     @property
     def subject(self) -> str:
@@ -288,8 +339,12 @@ class XMoCoConfig(MoCoConfig):
         more = self.teacher == "keys" or self.weak_keys or self.predictor_hidden
         return f"{self.name}+" if more else self.name
 
+    @property
+    def added(self) -> tuple[str, ...]:
+        return ()  # the two ideas are its own
 
-class MoCoV2PlusConfig(MoCoConfig):
+
+class MoCoV2PlusConfig(TwoBanksConfig):
     name: Literal["mocov2plus"] = Field(
         "mocov2plus", description="MoCo v2 with symmetric InfoNCE and two banks."
     )
@@ -308,7 +363,7 @@ class ReSSLConfig(DirectedConfig):
     )
 
 
-class SCEConfig(DirectedConfig):
+class SCEConfig(ConsistencyConfig, DirectedConfig):
     name: Literal["sce"] = Field(
         "sce", description="One-hot labels mixed with the similarities of the key to past keys."
     )
@@ -324,7 +379,7 @@ class SCEConfig(DirectedConfig):
     )
 
 
-class CO2Config(DirectedConfig):
+class CO2Config(BankIdeasConfig, DirectedConfig):
     name: Literal["co2"] = Field(
         "co2", description="InfoNCE, and a query agrees with its key on all negatives."
     )
@@ -339,7 +394,7 @@ class CO2Config(DirectedConfig):
     )
 
 
-class SimCLRConfig(MethodSettings):
+class SimCLRConfig(IdeasConfig):
     name: Literal["simclr"] = Field(
         "simclr", description="Contrast with all other views of the batch; one encoder."
     )

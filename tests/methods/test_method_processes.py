@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
-from toys import BATCH, METHODS, PLAIN, built, trainable, values, views_for
+from toys import BATCH, IDEAS, METHODS, PLAIN, built, trainable, values, views_for
 
 from helpers import run_two
 
 STEPS = 4  # memories of 24 are full after two
+KINDS = METHODS | {f"{name} with ideas": settings for name, settings in IDEAS.items()}
 WHOLE = {"barlowtwins"}
 """Their loss is that of the whole batch in every process; others' is of a process's images."""
 
@@ -31,7 +32,7 @@ def without_batch_norm(module: nn.Module) -> None:
 
 def play(name: str, rank: int, world: int) -> dict[str, Any]:
     """The first steps of a method on this process's share of the images."""
-    method = built(METHODS[name], PLAIN)
+    method = built(KINDS[name], PLAIN)
     without_batch_norm(method)
     optimiser = torch.optim.SGD(trainable(method).values(), lr=0.05)
     share = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
@@ -58,7 +59,7 @@ def process(rank: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2
     )
-    torch.save({name: play(name, rank, 2) for name in METHODS}, folder / f"{rank}.pt")
+    torch.save({name: play(name, rank, 2) for name in KINDS}, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -69,12 +70,12 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", KINDS)
 def test_steps_are_those_of_one_process(both: list[dict[str, Any]], name: str) -> None:
     first, second, alone = both[0][name], both[1][name], play(name, 0, 1)
     assert_close((first["losses"] + second["losses"]) / 2, alone["losses"], rtol=1e-4, atol=1e-4)
     assert torch.equal(first["losses"], second["losses"]) == (name in WHOLE)
-    start = built(METHODS[name], PLAIN).state_dict()
+    start = built(KINDS[name], PLAIN).state_dict()
     moved = 0.0
     for key, value in alone["state"].items():
         assert torch.equal(first["state"][key], second["state"][key]), key

@@ -10,6 +10,7 @@ from xmoco.config import (
     BYOLConfig,
     CO2Config,
     Config,
+    IdeasConfig,
     MethodConfig,
     MoCoV2PlusConfig,
     ModelConfig,
@@ -42,6 +43,14 @@ METHODS: dict[str, MethodConfig] = {
     "vicreg": VICRegConfig(),
 }
 """Every method, small."""
+_BOTH = {"label_weight": 0.8, "consistency_weight": 0.5}
+IDEAS: dict[str, IdeasConfig | SCEConfig] = {
+    "mocov2plus": MoCoV2PlusConfig(bank_length=24, key_momentum=0.9, **_BOTH),
+    "simclr": SimCLRConfig(**_BOTH),
+    "co2": CO2Config(bank_length=24, key_momentum=0.9, symmetric=True, **_BOTH),
+    "sce": SCEConfig(bank_length=24, key_momentum=0.9, symmetric=True, consistency_weight=0.5),
+}
+"""Methods with XMoCo's ideas."""
 
 PLAIN = TINY_SPLIT.model_copy(update={"batch_norm": "plain"})
 BATCH = 16

@@ -109,6 +109,25 @@ class SoftLabels(nn.Module):
         )
 
 
+def weighted_soft_labels(
+    weight: float,
+    feature_size: int,
+    bank_length: int,
+    sharpness: float,
+    positive_mass: float,
+    iterations: int,
+    history: History,
+) -> SoftLabels | None:
+    """Soft labels of a share ``weight``, the rest being one-hot; none where all is."""
+    if not 0 <= weight <= 1:
+        raise ValueError(f"label_weight {weight} must be from 0 to 1")
+    if weight == 0:
+        return None
+    # One-hot labels of weight 1−w beside soft ones of weight w are soft ones of a larger ξ.
+    mass = 1 - weight * (1 - positive_mass) if weight < 1 else positive_mass
+    return SoftLabels(feature_size, bank_length, sharpness, mass, iterations, history)
+
+
 @torch.no_grad()
 def soft_labels(
     log_probabilities: Tensor,

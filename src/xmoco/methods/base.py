@@ -21,6 +21,8 @@ from xmoco.nn.heads import Ending, mlp_head
 from xmoco.schedules import Schedule, rising
 from xmoco.task import Moment, StepOutput, Task, Values
 
+SIDES = ("source", "target")
+
 
 class Method(Task):
     """A way to learn from views of images without labels. ``encoder.backbone`` is what is kept."""
@@ -31,6 +33,8 @@ class Method(Task):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        if added := config.method.added:
+            self.title = f"{self.title} with XMoCo's {' and '.join(added)}"
         self.views = self.view_groups(config)
         self.run = EncoderRunner(config.model)
 
@@ -209,12 +213,8 @@ class DirectedMethod(BankMethod):
         return metrics
 
     @staticmethod
-    def named(**terms: Sequence[Tensor]) -> dict[str, Tensor]:
-        """Terms by name and side. A single one is the loss, and needs no name."""
-        sides = ("",) if max(map(len, terms.values())) == 1 else ("_source", "_target")
-        found = {
-            name + side: value
-            for name, values in terms.items()
-            for side, value in zip(sides, values, strict=True)
-        }
-        return found if len(found) > 1 else {}
+    def named(term: str, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        """A term by its name and, of both directions, side."""
+        if len(values) == 1:
+            return {term: values[0]}
+        return {f"{term}_{side}": value for side, value in zip(SIDES, values, strict=True)}

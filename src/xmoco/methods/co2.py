@@ -8,6 +8,7 @@ from torch import Tensor
 from xmoco.config import CO2Config, Config
 from xmoco.losses.co2 import disagreement
 from xmoco.methods.base import DirectedMethod
+from xmoco.methods.ideas import build_ideas, ideas_schedules
 from xmoco.schedules import Schedule, scaled, warmed_up
 from xmoco.task import StepOutput, Values
 
@@ -19,23 +20,35 @@ class CO2(DirectedMethod):
         super().__init__(config)
         assert isinstance(config.method, CO2Config)
         self.settings = config.method
+        self.ideas = build_ideas(
+            config.method, config.model.feature_size, config.method.bank_length
+        )
 
     def schedules(self) -> Mapping[str, Schedule]:
         weight, epochs = self.settings.agreement_weight, self.settings.agreement_warmup_epochs
-        return {**super().schedules(), "agreement_weight": warmed_up(weight, epochs)}
+        return {
+            **super().schedules(),
+            **ideas_schedules(self.settings),
+            "agreement_weight": warmed_up(weight, epochs),
+        }
 
     def forward(
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
     ) -> StepOutput:
         queries, keys = self.contrasted(views)
         contrasts = self.contrasts(queries, keys)
-        positives = [P.infonce() for P in contrasts]
+        if self.ideas is None:
+            positives = [P.infonce() for P in contrasts]
+            loss, terms = torch.stack(positives).sum(), self.named("contrast", positives)
+        else:
+            P_s, P_t = contrasts
+            loss, terms = self.ideas.compare(P_s, P_t, at["consistency_weight"])
         negatives = [disagreement(P, self.settings.agreement_temperature) for P in contrasts]
-        agreement = scaled(torch.stack(negatives).sum(), at["agreement_weight"])
+        loss = loss + scaled(torch.stack(negatives).sum(), at["agreement_weight"])
         if self.training:
             self.banks.enqueue(*keys)
         return StepOutput(
-            torch.stack(positives).sum() + agreement,
-            self.named(contrast=positives, agreement=negatives),
+            loss,
+            terms | self.named("agreement", negatives),
             self.metrics(contrasts) if with_metrics else {},
         )

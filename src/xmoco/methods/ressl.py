@@ -36,7 +36,8 @@ class ReSSL(DirectedMethod):
         if self.training:
             self.banks.enqueue(*keys)
         metrics = feature_metrics(queries[0]) if with_metrics else {}
-        return StepOutput(torch.stack(losses).sum(), self.named(relations=losses), metrics)
+        terms = self.named("relations", losses) if len(losses) > 1 else {}
+        return StepOutput(torch.stack(losses).sum(), terms, metrics)
 
     def reference_levels(self) -> dict[str, float]:
         """The cross entropy of a guess among the keys of the bank: there is no positive."""

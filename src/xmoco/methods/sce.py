@@ -1,13 +1,16 @@
 """SCE: a strong view finds the weak one's key, and is as similar to past images as that key is."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from xmoco.config import Config, SCEConfig
+from xmoco.losses.consistency import consistency
 from xmoco.losses.sce import soft_contrast
 from xmoco.methods.base import DirectedMethod
+from xmoco.methods.ideas import ideas_schedules
+from xmoco.schedules import Schedule, scaled
 from xmoco.task import StepOutput, Values
 
 
@@ -18,6 +21,9 @@ class SCE(DirectedMethod):
         super().__init__(config)
         assert isinstance(config.method, SCEConfig)
         self.settings = config.method
+
+    def schedules(self) -> Mapping[str, Schedule]:
+        return {**super().schedules(), **ideas_schedules(self.settings)}
 
     def forward(
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
@@ -32,7 +38,15 @@ class SCE(DirectedMethod):
             )
             for P in contrasts
         ]
+        loss = torch.stack(losses).sum()
+        terms = self.named("labels", losses) if len(losses) > 1 else {}
+        if self.settings.consistency_weight:  # XMoCo's, in both directions
+            P_s, P_t = contrasts
+            agreement = consistency(P_s, P_t, P_s, P_t)
+            loss = loss + scaled(
+                torch.stack(list(agreement.values())).sum(), at["consistency_weight"]
+            )
+            terms |= agreement
         if self.training:
             self.banks.enqueue(*keys)
-        metrics = self.metrics(contrasts) if with_metrics else {}
-        return StepOutput(torch.stack(losses).sum(), self.named(labels=losses), metrics)
+        return StepOutput(loss, terms, self.metrics(contrasts) if with_metrics else {})

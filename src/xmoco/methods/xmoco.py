@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from xmoco.config import Config, XMoCoConfig
+from xmoco.config import Config, TwoBanksConfig
 from xmoco.losses import XMoCoLoss
 from xmoco.losses.bank import KeyBanks
 from xmoco.losses.contrast import Contrast
@@ -24,7 +24,7 @@ class XMoCo(BankMethod):
 
     def __init__(self, config: Config) -> None:
         settings = config.method
-        assert isinstance(settings, XMoCoConfig)
+        assert isinstance(settings, TwoBanksConfig)
         loss = XMoCoLoss(  # owns the banks and the label history
             feature_size=config.model.feature_size,
             bank_length=settings.bank_length,
@@ -39,7 +39,7 @@ class XMoCo(BankMethod):
         )
         super().__init__(config)
         self.loss = loss
-        if settings.subject != settings.name:  # with what is not in the paper
+        if settings.subject == "xmoco+":  # with what is not in the paper
             self.title = "XMoCo+"
         self.consistency_weight = warmed_up(
             settings.consistency_weight, settings.consistency_warmup_epochs
