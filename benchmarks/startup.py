@@ -48,14 +48,18 @@ def main() -> None:
     parser.add_argument("--spans", type=Path, help=argparse.SUPPRESS)  # this is the new process
     options = parser.parse_intermixed_args()
     if options.spans is not None:
-        options.spans.write_text(json.dumps(run(options)), encoding="utf-8")
+        found = run(options)
+        options.spans.write_text(json.dumps(found), encoding="utf-8")
+        for when, stages in found.items():  # of the first run too: it is what a machine's first is
+            told = ", ".join(f"{name} {value:.1f} s" for name, value in stages.items())
+            print(f"{when}: {sum(stages.values()):.1f} s ({told})", flush=True)
         return
     config = load_config(options.recipe, [*SETTINGS, *options.settings], {"source": options.data})
     with tempfile.TemporaryDirectory() as folder:
         spans = Path(folder) / "spans.json"
         for _ in range(2):
             subprocess.run([sys.executable, *sys.argv, "--spans", str(spans)], check=True)
-        found: dict[str, dict[str, float]] = json.loads(spans.read_text(encoding="utf-8"))
+        found = json.loads(spans.read_text(encoding="utf-8"))
     protocol = {"recipe": options.recipe, "changes": " ".join(options.settings), "rounds": 1}
     records = [
         Record(
