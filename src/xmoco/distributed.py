@@ -3,13 +3,18 @@
 Losses use these, so that they work unchanged inside anyone's DistributedDataParallel loop.
 """
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional as dist_functional
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+ROWS_AT_ONCE = 16_384
 
 _alone = False
 
@@ -42,24 +47,50 @@ def gather(rows: Tensor) -> Tensor:
     """The rows of every process one below the other, in rank order; no gradient flows through."""
     if processes() == 1:
         return rows.detach()
-    rows = rows.detach().contiguous()
-    parts = [torch.empty_like(rows) for _ in range(processes())]
-    dist.all_gather(parts, rows)
-    return torch.cat(parts)
+    everyones = rows.new_empty(processes() * len(rows), *rows.shape[1:])
+    dist.all_gather_into_tensor(everyones, rows.detach().contiguous())
+    return everyones
+
+
+@torch.no_grad()
+def gather_to_first(rows: Tensor) -> Tensor | None:
+    """``gather`` for the first process only; the others get nothing."""
+    if processes() == 1:
+        return rows.detach()
+    parts = [torch.empty_like(rows) for _ in range(processes())] if rank() == 0 else None
+    dist.gather(rows.detach().contiguous(), parts)
+    return None if parts is None else torch.cat(parts)
+
+
+@torch.no_grad()
+def exchange(rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    """Send each process its rows, the first ``sent[0]`` of them to the first process and so on, and
+    get those it has for this one, ``received`` of each."""
+    if processes() == 1:
+        return rows.detach()
+    # Rows must lie one after the other; those of images do so with their channels last, too.
+    channels_last = rows.dim() == 4 and rows.is_contiguous(memory_format=torch.channels_last)
+    rows = (rows.permute(0, 2, 3, 1) if channels_last else rows).detach().contiguous()
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows, received, sent)
+    return arrived.permute(0, 3, 1, 2) if channels_last else arrived
 
 
 @torch.no_grad()
 def logsumexp_over_rows(rows: Tensor) -> Tensor:
-    """Column-wise logsumexp over the rows of all processes: (m, k) → (k,)."""
+    """Logsumexp over the first dimension of the rows of all processes: (m, k) → (k,).
+
+    Each process sums its share of the columns, relative to the largest part as in any stable
+    logsumexp, and tells the result. That moves as many numbers as a plain sum would.
+    """
     total = rows.logsumexp(dim=0)
     if processes() == 1:
         return total
-    # The exponent is taken relative to the largest part, as in any stable logsumexp.
-    largest = total.clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    share = (total - largest).exp()
-    dist.all_reduce(share, dist.ReduceOp.SUM)
-    return largest + share.log()
+    share = math.ceil(total.numel() / processes())
+    columns = F.pad(total.flatten(), (0, share * processes() - total.numel()))
+    ones = [1] * processes()
+    parts = exchange(columns.view(processes(), share), ones, ones)
+    return gather(parts.logsumexp(dim=0))[: total.numel()].view_as(total)
 
 
 @torch.no_grad()
@@ -76,9 +107,73 @@ def own_share(rows: Tensor) -> Tensor:
     return rows[rank() :: processes()]
 
 
+def own_part(total: int) -> range:
+    """This process's part of so many things in a row: the parts follow each other."""
+    return range(total * rank() // processes(), total * (rank() + 1) // processes())
+
+
+@torch.no_grad()
+def gather_parts(rows: Tensor, total: int, device: torch.device) -> Tensor:
+    """The rows of all processes, of which each has its ``own_part``, one below the other.
+
+    They are where this process's are, and travel by way of the device, a block at a time.
+    """
+    if processes() == 1:
+        return rows
+    parts = [
+        range(total * r // processes(), total * (r + 1) // processes()) for r in range(processes())
+    ]
+    together = rows.new_empty(total, *rows.shape[1:])
+    for first in range(0, max(map(len, parts)), ROWS_AT_ONCE):
+        own = rows[first : first + ROWS_AT_ONCE]
+        most = min(ROWS_AT_ONCE, max(map(len, parts)) - first)
+        block = rows.new_zeros(most, *rows.shape[1:], device=device)
+        block[: len(own)] = own
+        for part, theirs in zip(parts, gather(block).split(most), strict=True):
+            places = part[first : first + most]
+            together[places.start : places.stop] = theirs[: len(places)]
+    return together
+
+
+@torch.no_grad()
+def share_buffers(module: nn.Module) -> None:
+    """Let running statistics be those of the first process, whose weights are kept."""
+    if processes() > 1:
+        for buffer in module.buffers():
+            dist.broadcast(buffer, 0)
+
+
 def gather_with_gradient(rows: Tensor) -> Tensor:
     """``gather`` through which gradients flow back to the rows of every process."""
     if processes() == 1:
         return rows
-    gathered: Tensor = torch.cat(dist_functional.all_gather(rows.contiguous()))
+    gathered: Tensor = _Gathered.apply(rows)
     return gathered
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, rows: Tensor) -> Tensor:
+        return gather(rows)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        own = gradient.new_empty(len(gradient) // processes(), *gradient.shape[1:])
+        dist.reduce_scatter_tensor(own, gradient.contiguous())
+        return own
+
+
+class SharedOut(nn.Module, ABC):
+    """A module of whose state each process holds a part."""
+
+    @abstractmethod
+    def consolidate(self) -> None:
+        """Bring the parts together on the first process, for ``state_dict``; all must ask."""
+
+
+def consolidate_state_dict(module: nn.Module) -> None:
+    """To be called on all processes before the first asks for ``state_dict``, if there are several:
+    what is shared out among them comes together there."""
+    for part in module.modules():
+        if isinstance(part, SharedOut):
+            part.consolidate()

@@ -1,7 +1,5 @@
 """Log-space balancing against plain matrix scaling, at extremes, and over several processes."""
 
-import threading
-
 import numpy as np
 import pytest
 import torch
@@ -104,34 +102,6 @@ def test_sharp_kernels_in_float32_follow_float64(iterations: int) -> None:
 def test_columns_that_are_alike_get_alike_scalings() -> None:
     scaling = column_scaling(torch.zeros(3, 4), 3)
     assert_close(scaling, scaling[:1].expand(4))
-
-
-def test_samples_in_two_processes_are_balanced_as_one() -> None:
-    """Two threads stand for the processes: each sees its rows, and the column totals of both."""
-    log_kernel = random_kernel(11, 7, seed=3)
-    log_kernel[:4, 2] = -torch.inf  # the first process has nothing for this column
-    shards = [log_kernel[:4], log_kernel[4:]]
-    told: list[Tensor] = [torch.empty(0), torch.empty(0)]
-    found: list[Tensor] = [torch.empty(0), torch.empty(0)]
-    meeting = threading.Barrier(2, timeout=60)
-
-    def process(rank: int) -> None:
-        def over_rows(rows: Tensor) -> Tensor:
-            told[rank] = rows.logsumexp(dim=0)
-            meeting.wait()
-            total = torch.logaddexp(*told)
-            meeting.wait()
-            return total
-
-        found[rank] = column_scaling(shards[rank], 4, over_rows)
-
-    threads = [threading.Thread(target=process, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert torch.equal(found[0], found[1])
-    assert_close(found[0], column_scaling(log_kernel, 4))
 
 
 # Rows that take no part

@@ -6,28 +6,21 @@ sample, so that samples end exact. Only log β is returned: the plan follows fro
 over each row of ``λ·log P + log β`` (the samples' scaling is that softmax's normaliser).
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from xmoco.distributed import logsumexp_over_rows
+from xmoco.distributed import logsumexp_over_rows, sum_over_processes
 
 FEW_ROUNDS = 20
 
 
 @torch.no_grad()
-def column_scaling(
-    log_kernel: Tensor,
-    iterations: int,
-    over_rows: Callable[[Tensor], Tensor] = logsumexp_over_rows,
-    takes_part: Tensor | None = None,
-) -> Tensor:
+def column_scaling(log_kernel: Tensor, iterations: int, takes_part: Tensor | None = None) -> Tensor:
     """log β of shape (K,) for a kernel of shape (M, K), up to a constant that no plan depends on.
 
-    ``over_rows`` sums a column over all samples, which may live in several processes. Entries may
-    be −inf (a column that a sample must not choose) as long as no row or column is all −inf.
-    ``takes_part`` (M,) leaves samples out, without asking the device for how many.
+    The samples may live in several processes, each of which gives its own. Entries may be −inf (a
+    column that a sample must not choose) as long as no row or column is all −inf. ``takes_part``
+    (M,) leaves samples out, without asking the device for how many.
 
     The first round is taken in log space, since powers of probabilities underflow. It leaves a plan
     whose every row has an entry of at least 1/K and whose every column one of at least 1/(M·K), as
@@ -38,7 +31,7 @@ def column_scaling(
     def balanced(kernel: Tensor) -> Tensor:
         if takes_part is not None:
             kernel = kernel.masked_fill(~takes_part[:, None], -torch.inf)
-        return -over_rows(kernel)
+        return -logsumexp_over_rows(kernel)
 
     columns = balanced(log_kernel)
     if iterations > FEW_ROUNDS:
@@ -49,7 +42,7 @@ def column_scaling(
     plan = (log_kernel + columns).softmax(dim=1)
     for _ in range(iterations - 1):
         counted = plan if takes_part is None else plan * takes_part[:, None]
-        correction = -over_rows(counted.sum(dim=0, keepdim=True).log())
+        correction = -sum_over_processes(counted.sum(dim=0)).log()
         plan *= correction.exp()
         plan /= plan.sum(dim=1, keepdim=True)
         columns = columns + correction

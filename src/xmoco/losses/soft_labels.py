@@ -3,10 +3,10 @@
 from typing import Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xmoco.distributed import own_share
-from xmoco.losses.bank import PairedRing
+from xmoco.losses.bank import SharedRing
 from xmoco.losses.contrast import Contrast
 from xmoco.losses.similarity import past_similarities
 from xmoco.losses.sinkhorn import column_scaling
@@ -53,7 +53,7 @@ class SoftLabels(nn.Module):
         self.iterations = iterations
         self.history_kind = history
         widths = {"queries": feature_size, "probabilities": bank_length}
-        self.history = None if history == "none" else PairedRing(bank_length, widths[history])
+        self.history = None if history == "none" else SharedRing(bank_length, widths[history])
 
     @torch.no_grad()
     def forward(self, P_s: Contrast, P_t: Contrast, plain: bool = False) -> tuple[Tensor, Tensor]:
@@ -79,20 +79,23 @@ class SoftLabels(nn.Module):
         )
 
     def _balanced(self, P: Contrast, side: Literal["source", "target"]) -> Tensor:
-        history = self._past(P, side)
+        past, counts = None, None
+        if self.history is not None and self.history.full:
+            past, counts = self._past(self.history, P, side), self.history.counts
         return negatives_scaling(
-            P.log_p, sharpness=self.sharpness, iterations=self.iterations, history=history
+            P.log_p,
+            sharpness=self.sharpness,
+            iterations=self.iterations,
+            history=past,
+            history_counts=counts,
         )
 
-    def _past(self, P: Contrast, side: Literal["source", "target"]) -> Tensor | None:
-        """Past samples' log P over the negatives, this process's share; none until K are known."""
-        if self.history is None or not self.history.full:
-            return None
-        past = own_share(self.history.source if side == "source" else self.history.target)
+    def _past(self, history: SharedRing, P: Contrast, side: Literal["source", "target"]) -> Tensor:
+        """Past samples' log P over the negatives, this process's share."""
+        past = history.own_rows[0 if side == "source" else 1]
         if self.history_kind == "probabilities":
             return past
-        slots = own_share(torch.arange(self.history.length, device=past.device))
-        return past_similarities(past, slots, P.bank, P.temperature)
+        return past_similarities(past, history.slots, P.bank, P.temperature)
 
     def _streamed(self, P_s: Contrast, P_t: Contrast) -> Tensor:
         assert self.history is not None
@@ -100,9 +103,9 @@ class SoftLabels(nn.Module):
             queries=torch.stack([P_s.queries, P_t.queries]),
             keys=torch.stack([P_s.keys, P_t.keys]),
             banks=torch.stack([P_s.bank, P_t.bank]),
-            past=torch.stack([own_share(self.history.source), own_share(self.history.target)]),
-            past_slots=own_share(torch.arange(self.history.length, device=P_s.bank.device)),
-            past_counts=self.history.enqueued >= self.history.length,
+            past=torch.stack(self.history.own_rows),
+            past_slots=self.history.slots,
+            past_counts=self.history.counts,
             temperature=P_s.temperature,
             sharpness=self.sharpness,
             iterations=self.iterations,
@@ -154,17 +157,28 @@ def soft_labels(
 
 @torch.no_grad()
 def negatives_scaling(
-    log_probabilities: Tensor, *, sharpness: float, iterations: int, history: Tensor | None = None
+    log_probabilities: Tensor,
+    *,
+    sharpness: float,
+    iterations: int,
+    history: Tensor | None = None,
+    history_counts: Tensor | None = None,
 ) -> Tensor:
     """log β of the negatives, shape (K,), that gives each the same total.
+
+    ``history_counts`` (M,) tells which rows of the history take part; without it, all do.
 
     The kernel is P^λ with P's own normalisation: λ·S/τ alone has the same limit, but after few
     rounds it is another plan, since negatives are balanced first and then weigh samples
     differently.
     """
     negatives = log_probabilities[:, 1:]
-    rows = negatives.clone() if history is None else torch.cat([negatives, history])
-    return column_scaling(rows.mul_(sharpness), iterations)
+    if history is None:
+        return column_scaling(negatives * sharpness, iterations)
+    rows, takes_part = torch.cat([negatives, history]).mul_(sharpness), None
+    if history_counts is not None and history_counts.dim():
+        takes_part = F.pad(history_counts, (len(negatives), 0), value=True)
+    return column_scaling(rows, iterations, takes_part)
 
 
 @torch.no_grad()

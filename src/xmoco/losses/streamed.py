@@ -62,7 +62,8 @@ def streamed_column_scaling(
         banks: the keys of the negatives, (S, K, d).
         past: past queries, (S, M, d).
         past_slots: where the bank has their own keys, (M,); see ``similarity.past_similarities``.
-        past_counts: whether past queries take part; on the device, so that no step waits for it.
+        past_counts: whether past queries take part, or which of them do, (M,); on the device, so
+            that no step waits for it.
     """
     queries, keys, banks, past = (precise(vectors) for vectors in (queries, keys, banks, past))
     past_count, column_count = past.shape[1], banks.shape[1]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from xmoco.losses.similarity import cross_entropy, precise
@@ -22,15 +23,15 @@ def codes(
     all samples of all processes, every prototype gets the same total.
 
     ``past_scores`` (M, K) of earlier images join the balancing, where ``past_counts`` (a truth
-    value on the device, so that no step waits for it) says so; they get no codes.
+    value, or one for each, on the device so that no step waits for it) says so; they get no codes.
     """
     kernel = precise(scores) / epsilon
     if past_scores is None or past_counts is None:
         columns = column_scaling(kernel, iterations)
     else:
         rows = torch.cat([kernel, precise(past_scores) / epsilon])
-        takes_part = past_counts.expand(len(rows)).clone()
-        takes_part[: len(kernel)] = True
+        counts = past_counts.expand(len(past_scores))
+        takes_part = F.pad(counts, (len(kernel), 0), value=True)
         columns = column_scaling(rows, iterations, takes_part=takes_part)
     return (kernel + columns).softmax(dim=1)
 

@@ -13,7 +13,9 @@ class XMoCoLoss(CrossSimilarity):
 
     Call it with the unit-length features of both views from the encoder (q_s, q_t) and from the
     momentum encoder (k_s, k_t). It owns the banks and the label history; all of it is in
-    ``state_dict``. Inside DistributedDataParallel the banks and the balancing span all processes.
+    ``state_dict``. Inside DistributedDataParallel the banks and the balancing span all processes,
+    and the history is shared out among them: call ``xmoco.distributed.consolidate_state_dict`` on
+    all before the first asks for ``state_dict``.
 
     Example::
 

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from xmoco.config import Config, SwAVConfig
 from xmoco.data.views import ViewGroup
-from xmoco.distributed import own_share
-from xmoco.losses.bank import PairedRing
+from xmoco.losses.bank import SharedRing
 from xmoco.losses.metrics import feature_metrics
 from xmoco.losses.swav import codes, swapped_prediction
 from xmoco.methods.base import Method
@@ -29,7 +28,7 @@ class SwAV(Method):
         size = config.model.feature_size
         self.prototypes = nn.Linear(size, self.settings.prototypes, bias=False)
         length = self.settings.queue_length
-        self.queue = PairedRing(length, size) if length else None
+        self.queue = SharedRing(length, size) if length else None
         self._to_unit_length()
 
     @staticmethod
@@ -74,9 +73,8 @@ class SwAV(Method):
         """Of a full view; the queue takes part when it is full and its time has come."""
         past, counts = None, None
         if self.queue is not None:
-            embeddings = own_share(self.queue.target if view else self.queue.source)
-            past = self.scores(embeddings)
-            counts = (self.queue.enqueued >= self.queue.length) & (at["queue_counts"] > 0)
+            past = self.scores(self.queue.own_rows[view])
+            counts = self.queue.counts & (at["queue_counts"] > 0)
         return codes(
             scores,
             epsilon=self.settings.epsilon,

@@ -4,13 +4,14 @@ Query and key of an image would be normalised by the same companions, a short cu
 MoCo shuffles keys between processes; inside one process, statistics of groups do the same job.
 """
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xmoco.distributed import gather, processes, rank
+from xmoco.distributed import exchange, processes, rank
 
 
 class SplitStatistics(nn.modules.batchnorm._BatchNorm):
@@ -129,14 +130,52 @@ def keys_in_split_groups(encoder: nn.Module, images: Tensor, groups: int, views:
 
 def keys_in_other_processes(encoder: nn.Module, images: Tensor, views: int = 1) -> Tensor:
     """Encode in another process than the query's (ShuffleBN): of all images of a view, each process
-    takes every W-th."""
-    count = len(images) // views
-    everyones = gather(images).unflatten(0, (processes(), views, count))
-    mine = everyones.transpose(0, 1).flatten(1, 2)[:, rank() :: processes()].flatten(0, 1)
-    # Key number j of process r is that of image j·W + r.
-    keys = gather(encoder(mine)).unflatten(0, (processes(), views, count))
-    in_order: Tensor = keys.permute(1, 2, 0, 3).flatten(1, 2)
-    return in_order[:, rank() * count : (rank() + 1) * count].flatten(0, 1)
+    takes every W-th. Each image travels once, in the precision it is computed with, and its key
+    back."""
+    if processes() == 1:
+        return _features(encoder, images)
+    if torch.is_autocast_enabled(images.device.type):
+        images = images.to(torch.get_autocast_dtype(images.device.type))
+    way = _way(processes(), rank(), len(images) // views, views, images.device)
+    arrived = exchange(images[way.leaving], way.sent, way.received)
+    keys = _features(encoder, arrived[way.by_view])
+    returned = exchange(keys[way.by_process], way.received, way.sent)
+    return returned[way.home]
+
+
+class _Way(NamedTuple):
+    """Where the images of a process go: number G over all processes, of any view, to G mod W."""
+
+    sent: list[int]
+    received: list[int]
+    """Images to each process, and from each."""
+    leaving: Tensor
+    """The order in which images are sent: by process, then by view."""
+    by_view: Tensor
+    """Of images in the order in which they arrive, those of a view together."""
+    by_process: Tensor
+    home: Tensor
+    """What undoes the other two orders."""
+
+
+@cache
+def _way(processes: int, rank: int, count: int, views: int, device: torch.device) -> _Way:
+    goes_to = torch.arange(processes * count).view(processes, count) % processes
+    counts = torch.stack([(goes_to == process).sum(dim=1) for process in range(processes)])
+    sent, received = counts[:, rank], counts[rank]
+    rows = torch.arange(views * count).view(views, count)
+    leaving = torch.cat([rows[:, goes_to[rank] == other].flatten() for other in range(processes)])
+    view_of_each = [torch.arange(views).repeat_interleave(int(number)) for number in received]
+    by_view = torch.cat(view_of_each).argsort(stable=True)
+    orders = leaving, by_view, by_view.argsort(), leaving.argsort()
+    return _Way(
+        (views * sent).tolist(), (views * received).tolist(), *(o.to(device) for o in orders)
+    )
+
+
+def _features(encoder: nn.Module, images: Tensor) -> Tensor:
+    features: Tensor = encoder(images)
+    return features
 
 
 def _transposed(rows: Tensor, blocks: int, length: int) -> Tensor:
