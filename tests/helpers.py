@@ -11,6 +11,7 @@ import io
 import json
 import multiprocessing
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -131,19 +132,23 @@ _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["xmoco.pretraining", "xmoco.cli"])
 
 
-def start_cli(*arguments: str | Path, said: Path) -> ForkServerProcess:
+def start_cli(
+    *arguments: str | Path, said: Path, prepare: Callable[[], None] | None = None
+) -> ForkServerProcess:
     """``xmoco ARGUMENTS`` in a process of its own; what it says goes to the file ``said``.
 
-    Its report has no pictures.
+    Its report has no pictures. ``prepare`` is called there beforehand.
     """
-    process = _processes.Process(target=_cli_process, args=([*map(str, arguments)], said))
+    process = _processes.Process(target=_cli_process, args=([*map(str, arguments)], said, prepare))
     process.start()
     return process
 
 
-def _cli_process(arguments: list[str], said: Path) -> None:
+def _cli_process(arguments: list[str], said: Path, prepare: Callable[[], None] | None) -> None:
     from xmoco.cli import main
 
+    if prepare is not None:
+        prepare()
     file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
@@ -155,16 +160,41 @@ def _cli_process(arguments: list[str], said: Path) -> None:
 
 def run_two(target: Callable[..., None], *arguments: Any) -> None:
     """``target(rank, *arguments)`` in two processes at once."""
-    processes = [_processes.Process(target=target, args=(rank, *arguments)) for rank in range(2)]
+    run_group(2, target, *arguments)
+
+
+def run_group(count: int, target: Callable[..., None], *arguments: Any) -> None:
+    """``target(rank, *arguments)`` in so many processes at once."""
+    processes = [
+        _processes.Process(target=target, args=(rank, *arguments)) for rank in range(count)
+    ]
     for process in processes:
         process.start()
     try:
         for process in processes:
-            process.join(120)
+            process.join(300)
             assert process.exitcode == 0
     finally:
         for process in processes:
             process.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
+
+
+def be_process(rank: int, port: int) -> None:
+    """As if started by a launcher of several, on one machine."""
+    torch.set_num_threads(1)
+    os.environ |= {
+        "LOCAL_RANK": str(rank),
+        "NODE_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:

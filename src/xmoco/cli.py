@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from xmoco.cli_evaluate import evaluate, first_process, print_plain
+from xmoco.cli_evaluate import evaluate, print_plain
 from xmoco.cli_tables import tables
+from xmoco.launchers import first_process
 from xmoco.text import printable
 
 LONGEST_SENTENCE = 4000
@@ -187,7 +188,7 @@ def main() -> None:
             _fail(STOPPED, status=130)
         raise
     except UserError as error:
-        _fail(str(error), status=2, alone=error.alone)
+        _fail(str(error), status=error.status, alone=error.alone)
     except Interrupted as stop:
         _fail(str(stop), status=128 + stop.signal_number if first_process() else 0)
     except OSError as error:

@@ -21,6 +21,7 @@ from rich.progress import (
 )
 from rich.table import Column, Table
 
+from xmoco.launchers import first_process
 from xmoco.text import printable
 
 if TYPE_CHECKING:
@@ -516,7 +517,3 @@ def _show_records(title: str, rows: list[tuple[str, "Record"]], file: Path | Non
 def print_plain(text: str) -> None:
     lines = "\n".join(map(printable, text.split("\n")))
     Console().print(lines, markup=False, highlight=False, soft_wrap=True)
-
-
-def first_process() -> bool:
-    return all(os.environ.get(name, "0") == "0" for name in ("LOCAL_RANK", "NODE_RANK", "RANK"))

@@ -16,6 +16,14 @@ class UserError(Exception):
     """
 
     alone = False
+    status = 2
+    """With which a command ends."""
+
+
+class LostPartnerError(UserError):
+    """Another process of the run is gone, and with it the run."""
+
+    status = 1
 
 
 class Interrupted(Exception):  # noqa: N818 - nothing went wrong

@@ -167,7 +167,7 @@ def _is_there(source: str) -> bool:
     return os.path.exists(os.path.expanduser(source))  # noqa: PTH110, PTH111
 
 
-def model_here(config: Config, fabric: Fabric) -> ModelConfig:
+def model_here(config: Config, fabric: Fabric, resumed: bool = False) -> ModelConfig:
     """What was ``auto`` becomes what suits these processes and this device."""
     return resolve_batch_norm(
         config.model,
@@ -175,6 +175,7 @@ def model_here(config: Config, fabric: Fabric) -> ModelConfig:
         device=fabric.device.type,
         images_per_forward=_share(config, fabric.world_size),
         hide_keys=method_class(config.method).hides_keys,
+        resumed=resumed,
     )
 
 

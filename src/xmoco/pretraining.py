@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 from torch import nn
 
-from xmoco.config import Config, ModelConfig
+from xmoco.config import Config, ModelConfig, RunConfig
 from xmoco.data import Batches, ImageSet, Unreadable, open_images
 from xmoco.data.batches import preload
 from xmoco.data.fingerprint import fingerprint
@@ -36,11 +36,12 @@ from xmoco.planning import (
 )
 from xmoco.report.page import write_report
 from xmoco.report.pictures import picture_neighbours, picture_views
-from xmoco.run_logger import RunLogger
+from xmoco.run_logger import Judge, RunLogger
 from xmoco.schedules import WarmupCosine
 from xmoco.settings import config_yaml, differences
 from xmoco.train.engine import on_first
-from xmoco.train.loop import Callback, Plan, Training
+from xmoco.train.loop import Plan, Training
+from xmoco.train.partners import watching
 from xmoco.train.run_folder import RunFolder
 
 
@@ -97,10 +98,12 @@ def pretrain(
             raise UserError("--weights starts a new run and --resume goes on with one: give one.")
         config = _resumed_config(RunFolder.open(folder), asked)
         fabric, console = launched(config.run)
-    else:
-        fabric, console = launched(asked.run_config())
+        with watching(fabric):
+            return _run(config, fabric, console, folder, resume, weights)
+    fabric, console = launched(asked.run_config())
+    with watching(fabric):
         config = chosen_config(asked, fabric, console)
-    return _run(config, fabric, console, folder, resume, weights)
+        return _run(config, fabric, console, folder, resume, weights)
 
 
 def _resumed_config(run: RunFolder, asked: Asked) -> Config:
@@ -126,7 +129,7 @@ def _run(
 ) -> RunResult:
     # All that can be wrong is found out before anything is written.
     first = fabric.is_global_zero
-    here = config.model_copy(update={"model": model_here(config, fabric)})
+    here = config.model_copy(update={"model": model_here(config, fabric, resume)})
     path = on_first(fabric, lambda: folder if resume and folder else _free_path(folder, config))
     torch.manual_seed(config.train.seed)
     method = build_method(here)
@@ -153,7 +156,7 @@ def _run(
             run,
             identity={"settings": _lasting(config), "images": fingerprint(images)},
             same_identity=_same_identity,
-            resume_command=f"xmoco pretrain --resume --out {shlex.quote(str(path))}",
+            resume_command=_resume_command(path, config.run),
         )
         resumed = resume and training.restore()
         bank = at_most(batches.images, config.monitor.knn_images)
@@ -165,12 +168,23 @@ def _run(
                 say(console, line)
                 run.log(line)
         if not training.finished:
-            told = RunLogger(config, training, method, monitor, run, console) if first else None
-            with told or Callback() as callback:
+            judge = (
+                RunLogger(config, training, method, monitor, run, console)
+                if first
+                else Judge(training, method, monitor)
+            )
+            with judge as callback:
                 training.train(callback)
         return on_first(fabric, lambda: _finish(config, training, method, monitor))
     finally:
         run.unlock()
+
+
+def _resume_command(path: Path, run: RunConfig) -> str:
+    """In as many processes; where torchrun or srun has started them, it does so again."""
+    several = {"devices": run.devices, "nodes": run.nodes}
+    settings = [f"{name}={count}" for name, count in several.items() if count > 1]
+    return shlex.join(["xmoco", "pretrain", "--resume", "--out", str(path), *settings])
 
 
 def prepare_training(

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Self
 
 from rich.console import Console
-from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 
 from xmoco.config import Config
@@ -16,8 +15,30 @@ from xmoco.train.progress import Progress
 from xmoco.train.run_folder import RunFolder
 
 
-class RunLogger(Callback):
-    """Shows, logs and judges a run as it goes."""
+class Judge(Callback):
+    """Judges a run as it goes, all processes together."""
+
+    def __init__(self, training: Training, method: Method, monitor: Monitor) -> None:
+        self.training = training
+        self.backbone = method.encoder.backbone
+        self.monitor = monitor
+
+    def __enter__(self) -> Self:
+        if self.training.step == 0 and self.monitor.due(0):
+            self.on_record(self.monitor.raw_pixels())
+            self.on_record(self.monitor.untrained(self.backbone))
+        return self
+
+    def on_epoch(self, epoch: int, step: int) -> None:
+        if self.monitor.due(epoch):
+            self.on_record(self.monitor.trained(self.backbone, epoch, step))
+
+    def on_record(self, record: Record) -> None:
+        """All processes have measured this."""
+
+
+class RunLogger(Judge):
+    """Shows and logs a run as well, on the first process."""
 
     def __init__(
         self,
@@ -28,10 +49,8 @@ class RunLogger(Callback):
         run: RunFolder,
         console: Console,
     ) -> None:
+        super().__init__(training, method, monitor)
         self.config = config
-        self.training = training
-        self.method = method
-        self.monitor = monitor
         self.run = run
         self.progress = Progress(
             title=f"{method.title} · {monitor.train.name} · {config.model.backbone}",
@@ -44,9 +63,7 @@ class RunLogger(Callback):
         self.events = SummaryWriter(str(run.path), purge_step=training.step)
 
     def __enter__(self) -> Self:
-        if self.judging and self.training.step == 0:
-            self._add(self.monitor.raw_pixels())
-            self._add(self.monitor.untrained(self.backbone))
+        super().__enter__()
         for epoch, value in self.run.knn_curve(self.config.method.subject):
             self.progress.knn(epoch, value)  # of earlier sessions, so that the best is known
         self.progress.__enter__()
@@ -55,14 +72,6 @@ class RunLogger(Callback):
     def __exit__(self, *error: object) -> None:
         self.progress.__exit__(*error)
         self.events.close()
-
-    @property
-    def judging(self) -> bool:
-        return self.monitor.possible and self.config.monitor.knn_every > 0
-
-    @property
-    def backbone(self) -> nn.Module:
-        return self.method.encoder.backbone
 
     def on_step(self, step: int) -> None:
         self.progress.tick(step)
@@ -73,14 +82,9 @@ class RunLogger(Callback):
         for name, value in values.items():
             self.events.add_scalar(name, value, step)
 
-    def on_epoch(self, epoch: int, step: int) -> None:
-        monitor = self.config.monitor
-        if self.judging and (epoch % monitor.knn_every == 0 or epoch == self.config.train.epochs):
-            record = self.monitor.trained(self.backbone, epoch, step)
-            self._add(record)
-            self.progress.knn(epoch, record.value)
-
-    def _add(self, record: Record) -> None:
+    def on_record(self, record: Record) -> None:
+        if record.subject == self.config.method.subject:
+            self.progress.knn(record.protocol["epoch"], record.value)
         self.run.add_record(record)
         self.events.add_scalar(f"knn/{record.subject}", record.value, record.protocol["step"])
         self.run.log(f"kNN of {record.subject}: {record.value:.2f} % ({record.protocol})")

@@ -1,7 +1,7 @@
 """Two processes with half a batch each take the steps of one with the whole: every method.
 
-Batch norm, whose statistics belong to a process, is left out; whole runs of some methods, started
-as users start them, are in tests/test_two_processes.py.
+Batch norm, whose statistics belong to a process, is left out; whole runs of some methods are in
+tests/test_groups.py.
 """
 
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch.testing import assert_close
 from toys import BATCH, IDEAS, METHODS, PLAIN, built, trainable, values, views_for
 
 from helpers import run_two
+from xmoco.distributed import consolidate_state_dict
 
 STEPS = 4  # memories of 24 are full after two
 KINDS = METHODS | {f"{name} with ideas": settings for name, settings in IDEAS.items()}
@@ -51,7 +52,12 @@ def play(name: str, rank: int, world: int) -> dict[str, Any]:
         optimiser.step()
         method.after_update(at)
         losses.append(loss.detach())
-    return {"losses": torch.stack(losses), "state": method.state_dict()}
+    consolidate_state_dict(method)
+    return {
+        "losses": torch.stack(losses),
+        "parameters": {key: value.detach() for key, value in method.named_parameters()},
+        "state": method.state_dict() if rank == 0 else None,
+    }
 
 
 def process(rank: int, folder: Path) -> None:
@@ -77,8 +83,9 @@ def test_steps_are_those_of_one_process(both: list[dict[str, Any]], name: str) -
     assert torch.equal(first["losses"], second["losses"]) == (name in WHOLE)
     start = built(KINDS[name], PLAIN).state_dict()
     moved = 0.0
+    for key, value in first["parameters"].items():
+        assert torch.equal(value, second["parameters"][key]), key
     for key, value in alone["state"].items():
-        assert torch.equal(first["state"][key], second["state"][key]), key
         assert_close(first["state"][key], value, rtol=1e-3, atol=1e-5)
         moved += (value - start[key]).norm() if value.is_floating_point() else 0
     assert moved > 0.1

@@ -145,14 +145,15 @@ def in_order(
     batch: int,
     device: torch.device,
     *,
+    part: range | None = None,
     readers: int = 8,
     unreadable: Unreadable | None = None,
 ) -> Generator[Batch]:
-    """All images of a set once, first to last; the last batch may be smaller."""
+    """All images of a set, or a part of it, once, first to last; the last batch may be smaller."""
     if unreadable is None:
         unreadable = Unreadable(len(images))
-    positions = iter(torch.split(torch.arange(len(images)), batch))
-    return _batches(images, positions, device, readers, unreadable)
+    chosen = torch.arange(len(images)) if part is None else torch.arange(part.start, part.stop)
+    return _batches(images, iter(torch.split(chosen, batch)), device, readers, unreadable)
 
 
 def at_positions(images: ImageSet, positions: Tensor, device: torch.device) -> Batch:

@@ -125,7 +125,9 @@ def evaluate_linear(
             f"unknown preset {preset!r}{nearest(preset, LINEAR)}; there are {', '.join(LINEAR)}."
         )
     evaluation = Evaluation.open(weights, options, listener)
-    return _classify("linear", evaluation, data, LINEAR[preset].shortened(epochs), 1.0, seed, out)
+    protocol = LINEAR[preset].shortened(epochs)
+    with evaluation.together():
+        return _classify("linear", evaluation, data, protocol, 1.0, seed, out)
 
 
 def evaluate_finetune(
@@ -146,7 +148,8 @@ def evaluate_finetune(
     """
     evaluation = Evaluation.open(weights, options, listener)
     protocol = FINETUNE.shortened(epochs)
-    return _classify("finetune", evaluation, data, protocol, fraction, seed, out)
+    with evaluation.together():
+        return _classify("finetune", evaluation, data, protocol, fraction, seed, out)
 
 
 def _classify(

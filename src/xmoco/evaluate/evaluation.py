@@ -1,6 +1,7 @@
 """What every evaluation starts from: weights, how to run, labelled images; and its records."""
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,9 @@ from xmoco.evaluate.classify import Classifier, class_scores
 from xmoco.evaluate.features import Features
 from xmoco.nn.weights import Weights, load_weights
 from xmoco.records import Record
-from xmoco.train.engine import build_fabric
+from xmoco.train.engine import build_fabric, processes_of
 from xmoco.train.in_folder import OnStep
+from xmoco.train.partners import watching
 
 Rgb = tuple[float, float, float]
 SIZES = range(8, 1025)
@@ -91,7 +93,7 @@ class EvalOptions:
         return {name: colour for name, colour in told.items() if colour is not None}
 
     def expect_one_process(self, what: str) -> None:
-        if self.devices * self.nodes > 1:
+        if processes_of(self) != (1, 1):
             raise UserError(f"{what} runs in one process: leave out devices and nodes.")
 
     def fabric(self) -> Fabric:
@@ -130,6 +132,10 @@ class Evaluation:
         for note in loaded.report.notes:
             heard.say(f"{weights}: {note}.")
         return cls(loaded, digest, options, fabric, heard)
+
+    def together(self) -> AbstractContextManager[None]:
+        """While it lasts, all processes end if one of them does."""
+        return watching(self.fabric, self.options.command)
 
     @property
     def device(self) -> torch.device:

@@ -16,6 +16,7 @@ from xmoco.config import InputConfig
 from xmoco.data import Batch, ImageSet, Unreadable, in_order
 from xmoco.data.batches import Progress
 from xmoco.data.views import central
+from xmoco.distributed import gather_parts, own_part, processes, share_buffers
 
 BATCH = 256
 ON_DEVICE = 2 * 2**30
@@ -40,6 +41,7 @@ def backbone_features(
     readers: int = 8,
     *,
     border: bool = True,
+    together: bool = False,
     unreadable: Unreadable | None = None,
     on_progress: Progress | None = None,
 ) -> Features:
@@ -47,6 +49,8 @@ def backbone_features(
 
     With a ``border`` the central view leaves one out, as is usual for ImageNet; without, it is as
     large as the image allows (see ``central``). The backbone is left in the mode it was found in.
+    ``together``, each process looks at a part of the images, with the first one's running
+    statistics, and gets the features of all.
     """
 
     def see(batch: Batch) -> Tensor:
@@ -54,16 +58,23 @@ def backbone_features(
         features: Tensor = backbone(pixels.contiguous(memory_format=torch.channels_last))
         return features
 
+    if together:
+        share_buffers(backbone)
     was_training = backbone.training
     backbone.eval()
     try:
-        return _features(see, images, device, readers, unreadable, on_progress)
+        return _features(see, images, device, readers, together, unreadable, on_progress)
     finally:
         backbone.train(was_training)
 
 
 def pixel_features(
-    images: ImageSet, input: InputConfig, device: torch.device, readers: int = 8
+    images: ImageSet,
+    input: InputConfig,
+    device: torch.device,
+    readers: int = 8,
+    *,
+    together: bool = False,
 ) -> Features:
     """Raw pixels of small central views: what no learning at all gives."""
     side = pixel_side(input)
@@ -71,7 +82,7 @@ def pixel_features(
     def see(batch: Batch) -> Tensor:
         return central(batch.images, batch.sizes, side, input).flatten(1)
 
-    return _features(see, images, device, readers)
+    return _features(see, images, device, readers, together)
 
 
 def pixel_side(input: InputConfig) -> int:
@@ -90,22 +101,29 @@ def _features(
     images: ImageSet,
     device: torch.device,
     readers: int,
+    together: bool,
     unreadable: Unreadable | None = None,
     on_progress: Progress | None = None,
 ) -> Features:
     vectors, labels, done = None, [], 0
-    batches = in_order(images, BATCH, device, readers=readers, unreadable=unreadable)
+    together = together and len(images) >= processes()  # or some would have nothing to see
+    part = own_part(len(images)) if together else range(len(images))
+    batches = in_order(images, BATCH, device, part=part, readers=readers, unreadable=unreadable)
     with closing(batches):
         for batch in batches:
             seen = see(batch)
             if vectors is None:  # only now the size of a feature is known
                 place = home(len(images), seen.shape[1], device)
-                vectors = torch.empty(len(images), seen.shape[1], device=place)
+                vectors = torch.empty(len(part), seen.shape[1], device=place)
             vectors[done : done + len(seen)] = seen
             if batch.labels is not None:
                 labels.append(batch.labels)
             done += len(seen)
             if on_progress is not None:
-                on_progress(done, len(images))
+                on_progress(done, len(part))
     assert vectors is not None, "a set without images is refused when it is opened"
-    return Features(vectors, torch.cat(labels) if labels else None)
+    known = torch.cat(labels) if labels else None
+    if together:
+        vectors = gather_parts(vectors, len(images), device)
+        known = None if known is None else gather_parts(known, len(images), device)
+    return Features(vectors, known)

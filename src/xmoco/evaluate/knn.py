@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xmoco.data.batches import Progress
+from xmoco.distributed import own_part, sum_over_processes
 
 QUERIES_AT_ONCE = 1024
 BANK_AT_ONCE = 65_536  # a block of similarities takes 256 MiB
@@ -32,13 +33,14 @@ def knn_accuracy(
     ks: Sequence[int] = (200,),
     temperature: float = 0.1,
     device: torch.device | None = None,
+    together: bool = False,
     on_progress: Progress | None = None,
 ) -> dict[int, float]:
     """Top-1 accuracy in percent for each k.
 
     Without ``queries`` every image of the bank is judged by all the others (leave one out).
-    A k larger than the bank lets the whole bank vote. Other arguments are as in
-    ``nearest_neighbours``.
+    A k larger than the bank lets the whole bank vote. ``together``, all processes, which have the
+    same features, judge a part of them each. Other arguments are as in ``nearest_neighbours``.
     """
     judged = bank_labels if query_labels is None else query_labels
     classes = int(max(bank_labels.max(), judged.max())) + 1
@@ -46,8 +48,9 @@ def knn_accuracy(
     bank_labels, judged = bank_labels.to(device), judged.to(device)
     ks = tuple(dict.fromkeys(ks))  # each counts once, however often it was asked for
     right = dict.fromkeys(ks, 0)
+    part = own_part(len(judged)) if together else None
     for first, *found in nearest_neighbours(
-        bank, queries, max(ks), device=device, on_progress=on_progress
+        bank, queries, max(ks), device=device, part=part, on_progress=on_progress
     ):
         truths = judged[first : first + len(found[0])]
         parts = (part.split(QUERIES_AT_ONCE) for part in (*found, truths))
@@ -59,7 +62,10 @@ def knn_accuracy(
                 votes = weights.new_zeros(len(voted), classes)
                 votes.scatter_add_(1, voted[:, :k], weights[:, :k])
                 right[k] += int((votes.argmax(dim=1) == truth).sum())
-    return {k: 100 * count / len(judged) for k, count in right.items()}
+    counts = torch.tensor(list(right.values()), device=device)
+    if together:
+        counts = sum_over_processes(counts)
+    return {k: 100 * count / len(judged) for k, count in zip(ks, counts.tolist(), strict=True)}
 
 
 def voters(k: int, bank_images: int, alone: bool) -> int:
@@ -73,13 +79,15 @@ def nearest_neighbours(
     k: int,
     *,
     device: torch.device | None = None,
+    part: range | None = None,
     on_progress: Progress | None = None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Rounds of queries: (first query, similarities (n, k), positions in the bank (n, k)).
 
     Bank and queries may have any length and live anywhere; what is found is on ``device``, where
     all is computed (default: where the bank is). Without queries the bank is compared with itself,
-    no image with itself. ``on_progress`` is told the pairs compared and their total.
+    no image with itself. Of the queries, only a ``part`` may be asked for. ``on_progress`` is told
+    the pairs compared and their total.
     """
     alone = queries is None
     questions = bank if queries is None else queries
@@ -87,26 +95,28 @@ def nearest_neighbours(
     k = voters(k, len(bank), alone)
     # Of each query the device holds its vector and k similarities and positions, 4 + 8 bytes each.
     at_once = max(1, WAITING // (4 * bank.shape[1] + 12 * k))
-    for first in range(0, len(questions), at_once):
-        asked = F.normalize(questions[first : first + at_once].to(device), dim=1)
+    part = range(len(questions)) if part is None else part
+    for first in range(part.start, part.stop, at_once):
+        last = min(first + at_once, part.stop)
+        asked = F.normalize(questions[first:last].to(device), dim=1)
         best = torch.full((len(asked), k), -torch.inf, device=device)
         where = torch.zeros(len(asked), k, dtype=torch.int64, device=device)
         compared = 0
-        for part in _unit_blocks(bank, device):
+        for block in _unit_blocks(bank, device):
             for start in range(0, len(asked), QUERIES_AT_ONCE):
                 rows = slice(start, start + QUERIES_AT_ONCE)
-                similarities = _similarities(asked[rows], part)
+                similarities = _similarities(asked[rows], block)
                 if alone:
                     _leave_out_own(similarities, first + start, compared)
-                top = similarities.topk(min(k, len(part)), dim=1)
+                top = similarities.topk(min(k, len(block)), dim=1)
                 together = torch.cat([best[rows], top.values], dim=1)
                 places = torch.cat([where[rows], top.indices + compared], dim=1)
                 best[rows], order = together.topk(k, dim=1)
                 where[rows] = places.gather(1, order)
-            compared += len(part)
+            compared += len(block)
             if on_progress is not None:
-                done = first * len(bank) + len(asked) * compared
-                on_progress(done, len(questions) * len(bank))
+                done = (first - part.start) * len(bank) + len(asked) * compared
+                on_progress(done, len(part) * len(bank))
         yield first, best, where
 
 

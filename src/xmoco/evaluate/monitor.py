@@ -17,7 +17,8 @@ from xmoco.records import Record
 class Monitor:
     """Measures kNN accuracy on labelled images: test images judged by training images.
 
-    Without a test split every training image is judged by the others.
+    Without a test split every training image is judged by the others. All processes measure
+    together, each a part, and get the same records.
     """
 
     config: Config
@@ -31,9 +32,15 @@ class Monitor:
         """Judging needs labels on both sides, one for each image."""
         return all(images.labels is not None and not images.multi_label for images in self._sets())
 
+    def due(self, epoch: int) -> bool:
+        """Whether an epoch is to be judged; 0 is the untrained backbone."""
+        every, last = self.config.monitor.knn_every, self.config.train.epochs
+        return self.possible and every > 0 and (epoch % every == 0 or epoch == last)
+
     def raw_pixels(self) -> Record:
+        input, readers = self.config.input, self.config.run.readers
         sets = [
-            pixel_features(images, self.config.input, self.device, self.config.run.readers)
+            pixel_features(images, input, self.device, readers, together=True)
             for images in self._sets()
         ]
         record = self._judge(sets, subject="raw pixels", features="pixels", epoch=0, step=0)
@@ -53,8 +60,8 @@ class Monitor:
         self, backbone: nn.Module, queries: int, k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Some images to ask about (their positions), their neighbours among the training images
-        (positions), and the similarities, for a picture of both."""
-        bank, *rest = (features.vectors for features in self._features(backbone))
+        (positions), and the similarities, for a picture of both. Of one process."""
+        bank, *rest = (features.vectors for features in self._features(backbone, together=False))
         asked = rest[0] if rest else bank
         chosen = torch.linspace(0, len(asked) - 1, queries).long()
         extra = 0 if rest else 1  # without a test split the nearest neighbour is the image itself
@@ -67,10 +74,10 @@ class Monitor:
     def _sets(self) -> list[ImageSet]:
         return [self.train] if self.test is None else [self.train, self.test]
 
-    def _features(self, backbone: nn.Module) -> list[Features]:
-        config = self.config
+    def _features(self, backbone: nn.Module, together: bool = True) -> list[Features]:
+        input, readers = self.config.input, self.config.run.readers
         return [
-            backbone_features(backbone, images, config.input, self.device, config.run.readers)
+            backbone_features(backbone, images, input, self.device, readers, together=together)
             for images in self._sets()
         ]
 
@@ -88,6 +95,7 @@ class Monitor:
             ks=(monitor.knn_k,),
             temperature=monitor.knn_temperature,
             device=self.device,
+            together=True,
         )[monitor.knn_k]
         protocol: dict[str, Any] = {
             "data": self.train.name,

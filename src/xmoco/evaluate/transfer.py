@@ -82,7 +82,8 @@ def evaluate_transfer(
     if out is None:
         method = re.sub(r"[^\w.+-]+", "_", evaluation.weights.card.method)
         out = Path("runs", "transfer", f"{method}-{evaluation.digest}-{grid}")
-    return _end_to_end(evaluation, data, GRIDS[grid], seed, Path(out) / data.name)
+    with evaluation.together():
+        return _end_to_end(evaluation, data, GRIDS[grid], seed, Path(out) / data.name)
 
 
 def _frozen(evaluation: Evaluation, images: TransferSet) -> Record:

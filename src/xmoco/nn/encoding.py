@@ -25,10 +25,17 @@ from xmoco.nn.two_threads import both, has_halves, with_parallel_backward
 
 
 def resolve_batch_norm(
-    model: ModelConfig, *, processes: int, device: str, images_per_forward: int, hide_keys: bool
+    model: ModelConfig,
+    *,
+    processes: int,
+    device: str,
+    images_per_forward: int,
+    hide_keys: bool,
+    resumed: bool = False,
 ) -> ModelConfig:
     """``auto`` becomes what suits the method and the number of processes; what cannot work is a
-    ``UserError``. ``hide_keys``: whether statistics could tell a query which key is its own."""
+    ``UserError``. ``hide_keys``: whether statistics could tell a query which key is its own. A run
+    that is ``resumed`` may have had more processes to shuffle keys between."""
     if images_per_forward < 2:
         raise UserError("batch norm needs at least two images at once: raise batch.")
     choice = model.batch_norm
@@ -37,6 +44,8 @@ def resolve_batch_norm(
             choice = "shuffled" if processes > 1 else "split"
         else:
             choice = "synchronised" if processes > 1 and device == "cuda" else "plain"
+    if choice == "shuffled" and processes == 1 and resumed:
+        choice = "split"
     if choice == "shuffled" and processes == 1:
         raise UserError(
             "batch_norm=shuffled swaps keys between processes, and there is one; "

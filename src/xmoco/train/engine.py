@@ -2,15 +2,18 @@
 
 import inspect
 import logging
+import os
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from lightning_fabric import Fabric
+from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from lightning_fabric.strategies.ddp import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from xmoco.errors import UserError
+from xmoco.launchers import launcher
 from xmoco.train.cpu import keep_memory
 
 T = TypeVar("T")
@@ -34,12 +37,13 @@ def build_fabric(run: RunSettings) -> Fabric:
     precision = run.precision
     if precision == "auto":
         precision = "bf16" if device == "cuda" else "fp32"
-    many = run.devices * run.nodes > 1
+    devices, nodes = processes_of(run)
+    many = devices * nodes > 1
     if many and device == "mps":
         raise UserError("one machine has one MPS device: use devices=1, or device=cpu.")
-    if device == "cuda" and run.devices > torch.cuda.device_count():
+    if device == "cuda" and devices > torch.cuda.device_count():
         raise UserError(
-            f"devices={run.devices}, but this machine has {torch.cuda.device_count()} CUDA devices."
+            f"devices={devices}, but this machine has {torch.cuda.device_count()} CUDA devices."
         )
     logging.getLogger("lightning_fabric").setLevel(logging.WARNING)  # what it says, we say
     # Batches keep their size, so it pays to let cuDNN try its algorithms once.
@@ -48,11 +52,37 @@ def build_fabric(run: RunSettings) -> Fabric:
         keep_memory()
     return Fabric(
         accelerator=device,
-        devices=run.devices,
-        num_nodes=run.nodes,
+        devices=devices,
+        num_nodes=nodes,
         precision="bf16-mixed" if precision == "bf16" else "32-true",
         strategy=_data_parallel() if many else "auto",
+        plugins=_environment(),
     )
+
+
+def processes_of(run: RunSettings) -> tuple[int, int]:
+    """Processes a machine, and machines: as torchrun or srun has started them, or as asked for."""
+    started = launcher()
+    if started is None:
+        return run.devices, run.nodes
+    there = started.devices, started.nodes
+    if (run.devices, run.nodes) not in (there, (1, 1)):
+        raise UserError(
+            f"{started.name} has started {started.devices} × {started.nodes} processes (a machine "
+            f"× machines), but devices={run.devices} and nodes={run.nodes}: leave both out, or "
+            f"give devices={started.devices} nodes={started.nodes}."
+        )
+    return there
+
+
+def _environment() -> LightningEnvironment | None:
+    """Fabric finds out by itself who has started this process, but for two cases of SLURM."""
+    started = launcher()
+    if started is None and "SLURM_NTASKS" in os.environ:  # no srun: processes are yet to be started
+        return LightningEnvironment()
+    if started is not None and started.name == "srun":
+        os.environ.setdefault("SLURM_NTASKS_PER_NODE", str(started.devices))
+    return None
 
 
 def _data_parallel() -> DDPStrategy:

@@ -20,11 +20,12 @@ from torch import Tensor
 from xmoco.checkpoints import load_checkpoint
 from xmoco.config import OptimConfig
 from xmoco.data import Batch, Batches
-from xmoco.distributed import sum_over_processes
+from xmoco.distributed import consolidate_state_dict, sum_over_processes
 from xmoco.errors import Interrupted, UserError
 from xmoco.schedules import Clock, Schedule
 from xmoco.task import Moment, StepOutput, Task
 from xmoco.train.optimizers import build_optimizer, remembers_rightly
+from xmoco.train.partners import watching
 from xmoco.train.run_folder import RunFolder
 from xmoco.train.step import build_stepper
 from xmoco.train.stopping import StopRequest
@@ -34,7 +35,8 @@ STEPS_BETWEEN_STOP_CHECKS = 10  # with several processes, which have to agree
 
 
 class Callback:
-    """What the loop tells as it goes, on the first process; this one is not interested.
+    """What the loop tells as it goes: of epochs to every process, which may work together then, of
+    steps to the first only. This one is not interested.
 
     A context manager: it is entered before the first step and left after the last.
     """
@@ -149,6 +151,7 @@ class Training:
         norms = torch._foreach_norm(list(self.task.parameters()))
         if not torch.stack(norms).isfinite().all():
             raise self._diverged()
+        consolidate_state_dict(self.task)
         if not self.fabric.is_global_zero:
             return
         state = {
@@ -168,6 +171,7 @@ class Training:
         self.task.train()
         before, started = self.seconds, time.perf_counter()
         with ExitStack() as stack:
+            stack.enter_context(watching(self.fabric, self.resume_command))
             stop = stack.enter_context(StopRequest())
             stack.callback(self.name_unreadable)
             stream = stack.enter_context(closing(self.batches.from_step(self.step)))
@@ -188,9 +192,7 @@ class Training:
                 epoch_over = self.step % epoch_length == 0
                 if epoch_over:  # before the checkpoint: what is told of an epoch is never skipped
                     with means.paused():
-                        if self.fabric.is_global_zero:
-                            callback.on_epoch(self.step // epoch_length, self.step)
-                        self.fabric.barrier()
+                        callback.on_epoch(self.step // epoch_length, self.step)
                 if saves.due(epoch_over) or self.step == self.total_steps:
                     with means.paused():
                         saves.time(self.save)
