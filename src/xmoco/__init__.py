@@ -13,6 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from xmoco.detect.detector_files import load_detector as load_detector
+    from xmoco.detect.evaluation import evaluate_detect as evaluate_detect
     from xmoco.errors import UserError as UserError
     from xmoco.evaluate.classification import evaluate_finetune as evaluate_finetune
     from xmoco.evaluate.classification import evaluate_knn as evaluate_knn
@@ -29,11 +31,13 @@ _WHERE = {
     "EvalOptions": "xmoco.evaluate.evaluation",
     "UserError": "xmoco.errors",
     "XMoCoLoss": "xmoco.losses",
+    "evaluate_detect": "xmoco.detect.evaluation",
     "evaluate_finetune": "xmoco.evaluate.classification",
     "evaluate_knn": "xmoco.evaluate.classification",
     "evaluate_linear": "xmoco.evaluate.classification",
     "evaluate_transfer": "xmoco.evaluate.transfer",
     "load_backbone": "xmoco.nn.weights",
+    "load_detector": "xmoco.detect.detector_files",
     "load_transform": "xmoco.evaluate.transform",
     "pretrain": "xmoco.pretraining",
 }
@@ -42,11 +46,13 @@ __all__ = [
     "EvalOptions",
     "UserError",
     "XMoCoLoss",
+    "evaluate_detect",
     "evaluate_finetune",
     "evaluate_knn",
     "evaluate_linear",
     "evaluate_transfer",
     "load_backbone",
+    "load_detector",
     "load_transform",
     "pretrain",
 ]

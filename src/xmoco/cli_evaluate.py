@@ -435,6 +435,113 @@ def transfer(
         )
 
 
+@evaluate.command(
+    epilog="Examples:\n\n"
+    "`xmoco evaluate detect runs/photos street/ --model faster-rcnn-fpn --schedule 2000-steps`\n\n"
+    "`xmoco evaluate detect runs/imagenet VOCdevkit/ --model faster-rcnn-c4 --schedule voc-24k "
+    "--seeds 5`"
+)
+def detect(
+    weights: Annotated[
+        str,
+        typer.Argument(
+            help="A run folder, a file of weights, `torchvision:NAME` (trained with labels), or "
+            "`scratch:NAME`: a backbone without any training."
+        ),
+    ],
+    data: Annotated[
+        str,
+        typer.Argument(
+            help="Images with boxes, for training and validation: a folder or archive with COCO's "
+            "json (instances_train.json, instances_val.json), PASCAL VOC's folders, or a yaml file "
+            "of YOLO."
+        ),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            help="`faster-rcnn-c4`, `faster-rcnn-fpn`, `mask-rcnn-c4`, `mask-rcnn-fpn` or "
+            "`retinanet-fpn`."
+        ),
+    ] = "faster-rcnn-fpn",
+    schedule: Annotated[
+        str,
+        typer.Option(
+            help="`1x`, `2x`, `3x` (COCO: 90,000 steps and multiples), `voc-12k`, `voc-24k`, or a "
+            "number such as `2000-steps`."
+        ),
+    ] = "1x",
+    batch: Annotated[
+        int, typer.Option(help="Images a step; the rate is in proportion to it.")
+    ] = 16,
+    size: Annotated[
+        int | None,
+        typer.Option(
+            help="Length of an image's shorter side in testing; in training it varies below, in "
+            "the schedule's proportions. Default: 800."
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Order of images, sizes, mirrors, and the new layers' weights.")
+    ] = 0,
+    seeds: Annotated[
+        int, typer.Option(help="So many detectors, with this seed and the following.")
+    ] = 1,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The run folder, with checkpoints, metrics, report and detector; of several seeds "
+            "each has one inside. The same command goes on where it stopped. Default: under "
+            "`runs/detect`, one for each combination of weights, images and settings."
+        ),
+    ] = None,
+    mean: Mean = None,
+    std: Std = None,
+    labelled: Labelled = None,
+    device: Device = "auto",
+    devices: Annotated[
+        int,
+        typer.Option(
+            help="Processes, each with a device of its own, that share every batch. On CUDA they "
+            "share batch statistics too."
+        ),
+    ] = 1,
+    nodes: Nodes = 1,
+    precision: Precision = "fp32",
+    records: RecordsFile = None,
+) -> None:
+    """Average precision of a detector on the backbone, with all its layers tuned.
+
+    Boxes, and masks where the model draws them, are judged as COCO or, for its sets, PASCAL VOC
+    does it.
+    """
+    from xmoco.detect.evaluation import evaluate_detect, summary
+
+    options = _eval_options(
+        device=device,
+        devices=devices,
+        nodes=nodes,
+        precision=precision,
+        size=size,
+        mean=mean,
+        std=std,
+        labelled=labelled,
+    )
+    with _bars() as listener:
+        found = evaluate_detect(
+            weights,
+            data,
+            model=model,
+            schedule=schedule,
+            seeds=range(seed, seed + seeds),
+            batch=batch,
+            out=out,
+            options=options,
+            listener=listener,
+        )
+    _show_detection(found, summary(found), records)
+
+
 def _eval_options(cache: bool = False, **given: Any) -> "EvalOptions":
     from xmoco.evaluate.cache import default_cache
     from xmoco.evaluate.evaluation import EvalOptions
@@ -511,6 +618,33 @@ def _show_records(title: str, rows: list[tuple[str, "Record"]], file: Path | Non
         table.add_row(name, f"{record.value:.2f} %")
     print_plain(title)
     Console().print(table)
+    print_plain("; ".join(filter(None, facts)))
+
+
+def _show_detection(
+    found: list["Record"], rows: "list[tuple[str, str, float, float | None]]", file: Path | None
+) -> None:
+    from xmoco.records import append_records
+
+    if not first_process():
+        return
+    if file is not None:
+        append_records(file, found)
+    protocol = found[0].protocol
+    table = Table()
+    for heading in ("judged", "measure"):
+        table.add_column(heading)
+    several = len({record.seed for record in found})
+    table.add_column(
+        f"mean ± deviation of {several} seeds" if several > 1 else "%", justify="right"
+    )
+    for kind, measure, mean, deviation in rows:
+        spread = "" if deviation is None else f" ± {deviation:.2f}"
+        table.add_row(kind, measure.upper(), f"{mean:.2f}{spread}")
+    print_plain(f"{protocol['name']}, {protocol['schedule']}, on {protocol['data']}")
+    Console().print(table)
+    images = f"{protocol['judged_images']:,} images of {protocol['judged']}"
+    facts = [f"judged: {images}, shorter side {protocol['size']} px", protocol.get("weights")]
     print_plain("; ".join(filter(None, facts)))
 
 

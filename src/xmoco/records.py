@@ -188,6 +188,20 @@ class TransferProtocol(JudgedImages):
     labelled: bool = Field(False, description="Whether the weights are of a classifier.")
 
 
+class DetectionProtocol(JudgedImages):
+    """Detection and segmentation: the measures are box_ap, box_ap50 … and mask_ap, mask_ap50 …"""
+
+    backbone: Name
+    model: Name
+    schedule: Name
+    metric: Name = Field(description="Whose rules: COCO, or VOC with 11 points or by area.")
+    batch: int = Field(ge=1)
+    steps: int = Field(ge=1)
+    categories: int = Field(ge=1)
+    train_images: int = Field(ge=1)
+    labelled: bool = Field(False, description="Whether the weights are of a classifier.")
+
+
 class SpeedProtocol(BaseModel):
     """How fast training is."""
 

@@ -17,7 +17,7 @@ def scene(rng: np.random.Generator, side: int) -> tuple[Image.Image, list[dict[s
     taken = np.zeros((side, side), dtype=bool)
     things: list[dict[str, Any]] = []
     for _ in range(rng.integers(1, 4)):
-        wide, high = rng.integers(side // 4, side // 2, 2)
+        wide, high = rng.integers(side // 3, side // 2 + 4, 2)
         left, top = rng.integers(0, side - wide), rng.integers(0, side - high)
         disc = bool(rng.integers(2))
         inside = (x >= left) & (x < left + wide) & (y >= top) & (y < top + high)

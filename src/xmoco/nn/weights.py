@@ -35,6 +35,7 @@ from xmoco.nn.architectures import (
 from xmoco.nn.backbones import build_backbone, create_timm
 from xmoco.nn.checkpoint_formats import (
     GUESS,
+    IMAGENET,
     FoundBackbone,
     LoadReport,
     Pixels,
@@ -49,6 +50,7 @@ from xmoco.text import printable, shortened
 Rgb = tuple[float, float, float]
 
 PICKLES = (".pth", ".pt", ".tar", ".ckpt", ".bin")
+SCRATCH = "scratch"  # what records call a backbone without any training
 KEPT = "encoder.backbone."  # what a checkpoint of pre-training calls the backbone
 
 
@@ -120,7 +122,8 @@ def load_backbone(weights: str | Path) -> nn.Module:
     """The backbone of ``weights``, in eval mode, which maps normalised images to features.
 
     Weights are a run folder, finished or not, or its ``backbone.safetensors``; a model by name, as
-    ``torchvision:resnet50``, ``torchvision:resnet50:IMAGENET1K_V1`` or ``timm:resnet50.a1_in1k``;
+    ``torchvision:resnet50``, ``torchvision:resnet50:IMAGENET1K_V1`` or ``timm:resnet50.a1_in1k``,
+    or ``scratch:resnet50``, which was never trained;
     or a checkpoint (.pth, .pt, .tar, .ckpt, .safetensors) of torchvision, timm, MoCo v1 to v3,
     SwAV, DeepCluster-v2, BYOL, SimSiam, Barlow Twins, VICReg, DINO, lightly, solo-learn, VISSL,
     Hugging Face, or of anyone who keeps a single ResNet in it.
@@ -169,6 +172,8 @@ def _load(weights: str | Path) -> Weights:
         return _load_torchvision(model, str(weights))
     if library == "timm":
         return _load_timm(model, str(weights))
+    if library == "scratch":
+        return _untrained(model, str(weights))
     path = _weights_file(weights)
     if _is_pickle(path):
         content = _read_pickle(path)
@@ -241,7 +246,7 @@ def read_card(weights: str | Path) -> tuple[BackboneCard, Path]:
 
     Only our own files have a card to read; that of other weights is found out by loading them.
     """
-    named = str(weights).startswith(("torchvision:", "timm:"))
+    named = str(weights).startswith(("torchvision:", "timm:", "scratch:"))
     path = Path(weights) if named else _weights_file(weights)
     own = None if named or _is_pickle(path) else _own_card(path)
     return own or load_weights(path).card, path
@@ -414,6 +419,20 @@ def _load_torchvision(name: str, given: str) -> Weights:
         raise _unavailable(given, error) from None
     found = find_backbone(tensors, given)
     return _weights(found, given, found.pixels)
+
+
+def _untrained(name: str, given: str) -> Weights:
+    """A backbone as it is before any training, for comparison."""
+    if name not in BACKBONES:
+        raise UserError(
+            f"{given} is no backbone: after scratch: there may be {', '.join(BACKBONES)}"
+            f"{nearest(name, BACKBONES)}."
+        )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        backbone = build_backbone(name)
+    card = _foreign_card(name, "imagenet", 224, SCRATCH, IMAGENET)
+    return Weights(backbone.eval(), card, LoadReport(SCRATCH, 0))
 
 
 def _load_timm(name: str, given: str) -> Weights:

@@ -1,0 +1,148 @@
+"""Trains a detector in a run folder, and leaves it there as a file."""
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor, nn
+
+from xmoco.data.batches import Order, epoch_order
+from xmoco.detect.courses import Course
+from xmoco.detect.detector_files import FILE, DetectorCard, read_detector, save_detector
+from xmoco.detect.objects import DetectionSet
+from xmoco.detect.task import DetectorTask
+from xmoco.errors import UserError
+from xmoco.train.engine import on_first
+from xmoco.train.in_folder import OnStep, Told, train_in_folder
+from xmoco.train.loop import Training
+
+LOOKS = 10
+"""How often a detector is judged on the way, about."""
+SHAPES = 2 ** np.linspace(-1, 1, 7)
+"""Between which shapes, as width over height, images are put into batches of their own."""
+
+Judge = Callable[[nn.Module], Mapping[str, float]]
+"""Values by name of a detector as it is."""
+
+
+def train_detector(
+    detector: nn.Module,
+    data: DetectionSet,
+    course: Course,
+    card: DetectorCard,
+    folder: Path,
+    settings: Mapping[str, Any],
+    *,
+    masks: bool,
+    fabric: Fabric,
+    seed: int,
+    readers: int = 8,
+    command: str = "the same call",
+    judge: Judge | None = None,
+    on_step: OnStep | None = None,
+    say: Callable[[str], None] | None = None,
+) -> nn.Module:
+    """The detector after the course, in eval mode, with statistics of batch norms computed anew.
+
+    ``data`` is all to be learnt from. The same call goes on where it was interrupted, and finds a
+    finished detector again. ``judge`` is asked now and then.
+    """
+    if course.batch % fabric.world_size:
+        raise UserError(
+            f"batches of {course.batch} images cannot be shared equally by {fabric.world_size} "
+            "processes: change --batch or --devices."
+        )
+    if course.batch < 2 * fabric.world_size:
+        raise UserError("batch norm needs at least two images at once: give a larger --batch.")
+    task = DetectorTask(card.model, detector, data, course.sizes, masks)
+    training = train_in_folder(
+        task,
+        data.images,
+        lambda _: course.plan(seed),
+        folder,
+        settings,
+        what="detector",
+        batch=course.batch,
+        seed=seed,
+        fabric=fabric,
+        order=batches_of_one_shape(data, course.batch),
+        readers=readers,
+        command=command,
+        say=say,
+        told=lambda training: _Judged(training, on_step, judge),
+    )
+    if on_first(fabric, lambda: (folder / FILE).is_file()):
+        finished, _ = read_detector(folder)
+        return finished.to(fabric.device)
+    make_batch_norms_precise(training, course.precise)
+    on_first(fabric, lambda: save_detector(detector, card, folder / FILE))
+    return detector.eval()
+
+
+class _Judged(Told):
+    """Has the detector judged now and then, at the end of an epoch."""
+
+    def __init__(self, training: Training, on_step: OnStep | None, judge: Judge | None) -> None:
+        super().__init__(training, on_step)
+        self.judge = judge
+        epochs = training.total_steps / training.steps_per_epoch
+        self.every = math.ceil(epochs / LOOKS)
+
+    def on_epoch(self, epoch: int, step: int) -> None:
+        if self.judge is None or epoch % self.every or step == self.training.total_steps:
+            return
+        task = self.training.task
+        assert isinstance(task, DetectorTask)
+        values = self.judge(task.detector)
+        self.training.run.add_values(step, epoch, values)
+
+
+def make_batch_norms_precise(training: Training, batches: int) -> None:
+    """The running statistics become the mean over batches of training images.
+
+    Those left by training are of weights that were still moving, and of few images.
+    """
+    norms = [
+        norm
+        for norm in training.task.modules()
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm)
+    ]
+    before = [norm.momentum for norm in norms]
+
+    def weigh(number: int) -> None:
+        for norm in norms:
+            norm.momentum = 1 / number  # the first counts wholly, the n-th as much as all before
+
+    training.look_on(batches, weigh)
+    for norm, momentum in zip(norms, before, strict=True):
+        norm.momentum = momentum
+
+
+def batches_of_one_shape(data: DetectionSet, batch: int) -> Order:
+    """Wide images together, and tall ones: a canvas that suits both is mostly padding.
+
+    What is left over of each shape makes the last batches, which are shuffled among the others.
+    """
+    height, width = data.sizes.T
+    shapes = np.digitize(width / height, SHAPES)
+
+    def order(images: int, seed: int, epoch: int) -> Tensor:
+        shuffled = epoch_order(images, seed, epoch)
+        shape = shapes[shuffled.numpy()]
+        whole, rest = [], []
+        for kind in np.unique(shape):
+            members = shuffled[torch.from_numpy(shape == kind)]
+            used = len(members) - len(members) % batch
+            whole += members[:used].split(batch)
+            rest.append(members[used:])
+        left = torch.cat(rest)
+        used = len(left) - len(left) % batch
+        whole += left[:used].split(batch)
+        places = epoch_order(len(whole), seed + 1, epoch)
+        return torch.cat([*(whole[place] for place in places.tolist()), left[used:]])
+
+    return order
