@@ -41,6 +41,8 @@ SETTINGS = {
     "barlowtwins": "",
     # Its loss is twenty times as large as others'.
     "vicreg": "learning_rate=0.1",
+    "msf": "predictor_hidden=256",
+    "mnn": "predictor_hidden=256",
 }
 UNTRAINED = "untrained"
 FILE = "methods.jsonl"

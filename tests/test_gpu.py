@@ -57,6 +57,8 @@ METHODS = {
     "mocov2plus, ideas": f"method=mocov2plus {BANKS} {IDEAS}",
     "co2, ideas": f"method=co2 {BANKS} symmetric=true {IDEAS}",
     "sce, consistency": f"method=sce {BANKS} symmetric=true consistency_weight=0.5",
+    "msf": f"method=msf {BANKS} predictor_hidden=32",
+    "mnn": f"method=mnn {BANKS} predictor_hidden=32",
     "lars": f"{BANKS} optim=lars learning_rate=16 trust=0.02",
     "lars, clipped": f"{BANKS} optim=lars learning_rate=16 trust=0.02 clip=true",
     "adamw": f"{BANKS} optim=adamw learning_rate=0.016",

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from xmoco.schedules import (
     Clock,
     Constant,
+    Drawn,
     FromEpoch,
     HalfCosine,
     LinearRise,
@@ -26,6 +27,7 @@ schedules = st.one_of(
     st.builds(HalfCosine, numbers, numbers),
     st.builds(LinearRise, numbers, st.floats(0.01, 100)),
     st.builds(FromEpoch, st.floats(0, 100)),
+    st.builds(Drawn, st.just("a share"), st.integers(0, 99)),
     st.builds(WarmupCosine, st.floats(1e-6, 100), shares, st.floats(0, 20)),
 )
 
@@ -35,6 +37,20 @@ def clocks(draw: st.DrawFn, epochs: int = 200) -> Clock:
     steps_per_epoch = draw(st.integers(1, 500))
     total = steps_per_epoch * draw(st.integers(1, epochs))
     return Clock(draw(st.integers(0, total)), total, steps_per_epoch)
+
+
+def test_what_is_drawn_fills_the_range_evenly_and_depends_on_what_and_seed() -> None:
+    clocks = [Clock(step, 1000, 10) for step in range(1000)]
+    one, *others = (
+        [schedule(clock) for clock in clocks]
+        for schedule in (Drawn("a", 0), Drawn("a", 1), Drawn("b", 0))
+    )
+    assert 0 < min(one) < 0.01
+    assert 0.99 < max(one) < 1
+    counts = torch.histc(torch.tensor(one), bins=10, min=0, max=1)
+    assert (counts - 100).abs().max() < 40  # four times the deviation of chance
+    for other in others:
+        assert not set(one) & set(other)
 
 
 def test_a_clock_tells_epochs_and_the_share_that_is_done() -> None:

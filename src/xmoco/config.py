@@ -483,6 +483,41 @@ class VICRegConfig(MethodSettings):
     )
 
 
+class NeighbourConfig(MomentumEncoderConfig):
+    """Settings of methods that tell keys and their neighbours among past keys."""
+
+    key_momentum: float = Field(
+        0.99, ge=0, le=1, description="m: g ← m·g + (1−m)·f after every step."
+    )
+    predictor_hidden: int = Field(2048, ge=1, description="Width of the predictor's hidden layer.")
+    bank_length: int = Field(4096, ge=2, description="Keys K kept in the bank.")
+    neighbours: int = Field(
+        5, ge=1, description="How many keys of the bank, the nearest ones, are told."
+    )
+    weak_keys: bool = Field(
+        True, description="The view whose keys enter the bank is made by `weak_views`."
+    )
+
+    @field_validator("neighbours")
+    @classmethod
+    def _are_in_the_bank(cls, neighbours: int, settings: ValidationInfo) -> int:
+        if neighbours > settings.data.get("bank_length", neighbours):
+            raise ValueError("must be at most bank_length")
+        return neighbours
+
+
+class MSFConfig(NeighbourConfig):
+    name: Literal["msf"] = Field(
+        "msf", description="A predictor tells a key and its nearest neighbours: mean shift."
+    )
+
+
+class MNNConfig(NeighbourConfig):
+    name: Literal["mnn"] = Field(
+        "mnn", description="A predictor tells a key, and mixtures of it with its neighbours."
+    )
+
+
 class OptimizerConfig(Section):
     """Settings of every optimiser."""
 
@@ -590,6 +625,8 @@ MethodConfig = (
     | SimSiamConfig
     | BarlowTwinsConfig
     | VICRegConfig
+    | MSFConfig
+    | MNNConfig
 )
 OptimConfig = SGDConfig | LARSConfig | AdamWConfig
 

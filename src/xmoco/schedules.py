@@ -1,5 +1,6 @@
 """Schedules: pure functions of the step, so that resuming or replaying needs no state."""
 
+import hashlib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -71,6 +72,19 @@ class FromEpoch:
 
     def __call__(self, clock: Clock) -> float:
         return float(clock.epoch >= self.epoch)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A number between 0 and 1, drawn anew at every step; ``what`` and seed tell draws apart."""
+
+    what: str
+    seed: int
+
+    def __call__(self, clock: Clock) -> float:
+        words = f"{self.what} {self.seed} {clock.step}"
+        digest = hashlib.blake2b(words.encode(), digest_size=8).digest()
+        return (int.from_bytes(digest, "big") + 0.5) / 2**64
 
 
 @dataclass(frozen=True)

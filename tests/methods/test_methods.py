@@ -40,7 +40,7 @@ from xmoco.methods.simclr import SimCLR
 from xmoco.methods.swav import SwAV
 from xmoco.methods.xmoco import XMoCo
 
-BANKS = ("xmoco", "mocov2plus", "ressl", "sce", "co2")
+BANKS = ("xmoco", "mocov2plus", "ressl", "sce", "co2", "mnn", "msf")
 MOMENTUM = (*BANKS, "byol")
 SIDES = {"source", "target"}
 TERMS = {
@@ -55,6 +55,8 @@ TERMS = {
     "simsiam": SIDES,
     "barlowtwins": {"invariance", "redundancy"},
     "vicreg": {"invariance", "variance", "covariance"},
+    "msf": set(),
+    "mnn": {"keys", "neighbours"},
 }
 METRICS = {"feature_spread", "effective_rank"}
 CONTRAST_METRICS = {"positive_probability", "consistency_gap"}
@@ -154,7 +156,7 @@ def test_only_what_learns_gets_gradients(name: str) -> None:
     learns = {
         "byol": ("encoder.", "predictor."),
         "swav": ("encoder.", "prototypes."),
-        "simsiam": ("encoder.", "predictor."),
+        **dict.fromkeys(("simsiam", "msf", "mnn"), ("encoder.", "predictor.")),
     }
     prefixes = learns.get(name, ("encoder.",))
     still = {"encoder.head.4.weight", "encoder.head.4.bias"} if name == "simsiam" else set()
@@ -312,6 +314,8 @@ def test_levels_that_losses_are_compared_with() -> None:
     # The default batch of 512 makes 1,023 other views.
     assert built(METHODS["simclr"]).reference_levels() == {"chance": math.log(1023)}
     assert built(METHODS["byol"]).reference_levels() == {"unrelated": 2.0}
+    for name in ("msf", "mnn"):
+        assert built(METHODS[name]).reference_levels() == {"unrelated": 2.0}
     assert built(METHODS["simsiam"]).reference_levels() == {"unrelated": 0.0}
     assert built(METHODS["barlowtwins"]).reference_levels() == {"unrelated": 0.024 * 16}
     assert built(METHODS["vicreg"]).reference_levels() == {"collapsed": 25 * 0.99}
@@ -319,7 +323,7 @@ def test_levels_that_losses_are_compared_with() -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [*((name, "lower bank_length") for name in BANKS), ("swav", "queue_length")],
+    [*((name, "lower bank_length") for name in BANKS[:-1]), ("swav", "queue_length")],
 )
 def test_a_memory_longer_than_the_set_is_warned_of(name: str, words: str) -> None:
     method = built(METHODS[name])
@@ -339,7 +343,7 @@ def test_titles_are_the_methods_names() -> None:
     titles = [built(settings).title for settings in METHODS.values()]
     assert titles == [
         *("XMoCo", "MoCo v2+", "SimCLR", "BYOL", "SwAV", "ReSSL", "SCE", "CO2"),
-        *("SimSiam", "Barlow Twins", "VICReg"),
+        *("SimSiam", "Barlow Twins", "VICReg", "MSF", "MNN"),
     ]
 
 

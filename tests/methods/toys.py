@@ -12,8 +12,10 @@ from xmoco.config import (
     Config,
     IdeasConfig,
     MethodConfig,
+    MNNConfig,
     MoCoV2PlusConfig,
     ModelConfig,
+    MSFConfig,
     ReSSLConfig,
     SCEConfig,
     SimCLRConfig,
@@ -41,6 +43,8 @@ METHODS: dict[str, MethodConfig] = {
     "simsiam": SimSiamConfig(predictor_hidden=24),
     "barlowtwins": BarlowTwinsConfig(),
     "vicreg": VICRegConfig(),
+    "msf": MSFConfig(bank_length=24, key_momentum=0.9, predictor_hidden=24, neighbours=3),
+    "mnn": MNNConfig(bank_length=24, key_momentum=0.9, predictor_hidden=24, neighbours=3),
 }
 """Every method, small."""
 _BOTH = {"label_weight": 0.8, "consistency_weight": 0.5}

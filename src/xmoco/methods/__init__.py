@@ -5,7 +5,9 @@ from xmoco.config import (
     BYOLConfig,
     CO2Config,
     Config,
+    MNNConfig,
     MoCoV2PlusConfig,
+    MSFConfig,
     ReSSLConfig,
     SCEConfig,
     Section,
@@ -19,7 +21,9 @@ from xmoco.methods.barlowtwins import BarlowTwins
 from xmoco.methods.base import Method
 from xmoco.methods.byol import BYOL
 from xmoco.methods.co2 import CO2
+from xmoco.methods.mnn import MNN
 from xmoco.methods.mocov2plus import MoCoV2Plus
+from xmoco.methods.msf import MSF
 from xmoco.methods.ressl import ReSSL
 from xmoco.methods.sce import SCE
 from xmoco.methods.simclr import SimCLR
@@ -42,6 +46,8 @@ METHODS: dict[type[Section], type[Method]] = {
     SimSiamConfig: SimSiam,
     BarlowTwinsConfig: BarlowTwins,
     VICRegConfig: VICReg,
+    MSFConfig: MSF,
+    MNNConfig: MNN,
 }
 
 

@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xmoco.config import Config, DirectedConfig, MoCoConfig, MomentumEncoderConfig
+from xmoco.config import (
+    Config,
+    DirectedConfig,
+    MoCoConfig,
+    MomentumEncoderConfig,
+    NeighbourConfig,
+)
 from xmoco.data.streaming import Batch
 from xmoco.data.views import ViewGroup, views_of
 from xmoco.losses.bank import KeyBank, KeyBanks, Ring
@@ -154,6 +160,54 @@ class BankMethod(MomentumMethod):
         return [
             f"a bank of {self.banks.length} keys is larger than the {images} images, so an image "
             "meets itself as a negative; lower bank_length"
+        ]
+
+
+class NeighbourMethod(MomentumMethod):
+    """A predictor tells keys and their neighbours in a bank of past keys; there are no negatives.
+
+    Features are of any length, and so is what the bank holds.
+    """
+
+    hides_keys = True
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, unit_length=False)
+        assert isinstance(config.method, NeighbourConfig)
+        self.settings, self.batch = config.method, config.train.batch
+        size = config.model.feature_size
+        self.predictor = mlp_head(size, self.settings.predictor_hidden, size, layers=2)
+        self.run.prepare(self.predictor)
+        self.bank = KeyBank(self.settings.bank_length, size)
+
+    @staticmethod
+    def two_views(config: Config, first: str, second: str) -> tuple[ViewGroup, ...]:
+        """Of which the second may be a weak one."""
+        settings = config.method
+        assert isinstance(settings, NeighbourConfig)
+        if not settings.weak_keys:
+            return (ViewGroup((first, second), config.views, config.input),)
+        return (
+            ViewGroup((first,), config.views, config.input),
+            ViewGroup((f"weak {second}",), config.weak_views, config.input),
+        )
+
+    def networks(self) -> list[nn.Module]:
+        return [*super().networks(), self.predictor]
+
+    def reference_levels(self) -> dict[str, float]:
+        """The squared distance of unrelated directions."""
+        return {"unrelated": 2.0}
+
+    def fill_levels(self) -> dict[str, float]:
+        return {"bank": self.bank.fill}
+
+    def warnings(self, images: int) -> list[str]:
+        if self.bank.length <= images:
+            return []
+        return [
+            f"a bank of {self.bank.length} keys is larger than the {images} images, so that an "
+            "image's past keys are its neighbours; lower bank_length"
         ]
 
 
