@@ -142,6 +142,44 @@ def export(
     print_plain(f"weights  {path}\n\n{how_to_load(weights, to, path)}")
 
 
+@app.command(
+    epilog="Examples:\n\n"
+    "`xmoco detect runs/street photo.jpg`\n\n"
+    "`xmoco detect runs/street photos/ --out found --threshold 0.7`"
+)
+def detect(
+    weights: Annotated[
+        Path,
+        typer.Argument(help="A folder of `xmoco evaluate detect`, or its detector.safetensors."),
+    ],
+    images: Annotated[str, typer.Argument(help="A picture, a folder of any depth, or an archive.")],
+    out: Annotated[
+        Path, typer.Option(help="The new folder, for detections.json and the drawn pictures.")
+    ] = Path("detections"),
+    threshold: Annotated[
+        float, typer.Option(help="The score from which something counts as found, 0 to 1.")
+    ] = 0.5,
+    device: Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda` or `mps`.")] = "auto",
+) -> None:
+    """Find things in pictures with a detector that was tuned before."""
+    from xmoco.cli_evaluate import progress_bars
+    from xmoco.detect.finding import detect as find
+
+    with progress_bars() as listener:
+        found = find(
+            weights,
+            images,
+            out=out,
+            threshold=threshold,
+            device=device,
+            on_progress=lambda done, total: listener.progress("pictures", done, total),
+            say=listener.say,
+        )
+    objects = "1 object" if found.objects == 1 else f"{found.objects:,} objects"
+    pictures = "1 picture" if found.images == 1 else f"{found.images:,} pictures"
+    print_plain(f"{objects} in {pictures}: {found.json}")
+
+
 @app.command()
 def demo(
     out: Annotated[

@@ -184,7 +184,7 @@ def knn(
     """
     from xmoco.evaluate.classification import evaluate_knn
 
-    with _bars() as listener:
+    with progress_bars() as listener:
         found = evaluate_knn(
             weights,
             data,
@@ -252,7 +252,7 @@ def linear(
         std=std,
         labelled=labelled,
     )
-    with _bars() as listener:
+    with progress_bars() as listener:
         found = evaluate_linear(
             weights,
             data,
@@ -313,7 +313,7 @@ def finetune(
         std=std,
         labelled=labelled,
     )
-    with _bars() as listener:
+    with progress_bars() as listener:
         found = evaluate_finetune(
             weights,
             data,
@@ -418,7 +418,7 @@ def transfer(
     names = [name for given in data for name in (TRANSFER_SETS if given == "all" else [given])]
     # All are opened first: a mistake in the last should not come out hours later.
     for images in open_transfer_sets(names, root=root, download=download, metric=metric):
-        with _bars() as listener:
+        with progress_bars() as listener:
             record = evaluate_transfer(
                 weights,
                 images,
@@ -527,7 +527,7 @@ def detect(
         std=std,
         labelled=labelled,
     )
-    with _bars() as listener:
+    with progress_bars() as listener:
         found = evaluate_detect(
             weights,
             data,
@@ -554,7 +554,7 @@ def _eval_options(cache: bool = False, **given: Any) -> "EvalOptions":
 
 
 @contextmanager
-def _bars() -> "Iterator[Listener]":
+def progress_bars() -> "Iterator[Listener]":
     """A progress bar for every stage, with the time left and a note such as the loss."""
     from xmoco.evaluate.evaluation import Listener
 

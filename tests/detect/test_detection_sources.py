@@ -297,6 +297,14 @@ MISTAKES: dict[str, tuple[Callable[[Path], Path], str]] = {
         lambda path: coco(path, train={"categories": [{"id": "3"}]}),
         "id = '3' in .* must be a whole number",
     ),
+    "an image of no height": (
+        changed(coco, "annotations/instances_train2017.json", '"height": 10', '"height": 0'),
+        "the height of .* cannot be 0 pixels: an image has 1 to 65,535",
+    ),
+    "VOC's huge image": (
+        changed(voc, "VOC2007/Annotations/2007_test.xml", ">20<", ">1e30<"),
+        r"the width in .*2007_test.xml cannot be 1e\+30 pixels",
+    ),
     "two images of an id": (
         changed(coco, "annotations/instances_train2017.json", '"id": 2, "file', '"id": 1, "file'),
         "two images of the same id",

@@ -10,7 +10,15 @@ import numpy as np
 from xmoco.data.imagesets import EncodedImages
 from xmoco.data.trees import Tree
 from xmoco.detect.masks import runs_of_polygons, runs_of_text
-from xmoco.detect.objects import Annotation, DetectionSet, Integers, Runs, collected, some_of
+from xmoco.detect.objects import (
+    Annotation,
+    DetectionSet,
+    Integers,
+    Runs,
+    checked_side,
+    collected,
+    some_of,
+)
 from xmoco.errors import UserError
 from xmoco.text import printable
 
@@ -48,7 +56,13 @@ def read_coco(
         raise UserError(f"{where} has no images.")
     paths = _image_paths(tree, path, [str(entry.get("file_name", "")) for entry in entries], where)
     sizes = np.array(
-        [[_number(entry, side, where) for side in ("height", "width")] for entry in entries]
+        [
+            [
+                checked_side(_number(entry, side, where), f"{where}: the {side} of {_short(entry)}")
+                for side in ("height", "width")
+            ]
+            for entry in entries
+        ]
     )
     objects, dropped = collected(_annotations(content, images, label, sizes, where), sizes)
     return DetectionSet(

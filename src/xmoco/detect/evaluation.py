@@ -25,6 +25,7 @@ from xmoco.detect.metrics import Detections, Judged, judge_coco, judge_voc
 from xmoco.detect.models import Design, build_detector, design_of
 from xmoco.detect.objects import DetectionSet, some_of
 from xmoco.detect.prediction import predicted
+from xmoco.detect.report import picture_detections, write_detection_report
 from xmoco.detect.sources import open_detection
 from xmoco.detect.training import train_detector
 from xmoco.errors import UserError
@@ -128,6 +129,14 @@ def verdicts(data: DetectionSet, found: Detections, masks: bool) -> list[Verdict
     return boxes + ([Verdict("mask", "COCO", judge_coco(data, found, "masks"))] if masks else [])
 
 
+def _first_of_each_kind(results: Sequence[Verdict]) -> dict[str, Judged]:
+    """Of VOC's two metrics, that with 11 points."""
+    found: dict[str, Judged] = {}
+    for result in results:
+        found.setdefault(result.kind, result.judged)
+    return found
+
+
 @dataclass(frozen=True)
 class _Job:
     """All that the detectors of several seeds share."""
@@ -203,9 +212,21 @@ class _Job:
             ]
             for record in records:
                 RunFolder(folder).add_record(record)
+            self.report(detector, folder, records, results)
             return records
 
         return on_first(fabric, judge)
+
+    def report(
+        self, detector: nn.Module, folder: Path, records: list[Record], results: list[Verdict]
+    ) -> None:
+        evaluation = self.evaluation
+        pictures = picture_detections(detector, self.test, evaluation.device, evaluation.bf16)
+        firsts = _first_of_each_kind(results)
+        judged = {f"{kind}es" if kind == "box" else f"{kind}s": r for kind, r in firsts.items()}
+        card = self.card(records[0].seed)
+        report = write_detection_report(folder, card, records, judged, pictures)
+        evaluation.listener.say(f"the detector and its report are in {report.parent}.")
 
     def detector(self, seed: int) -> nn.Module:
         """What training begins with: the backbone as it is, the rest by the seed."""
@@ -261,11 +282,10 @@ class _Job:
         positions = some_positions(len(self.test), JUDGED_ON_THE_WAY).numpy()
         some = self.test.at(np.asarray(positions))
         results = verdicts(some, self.found(detector, some), self.design.masks)
-        firsts = {result.kind: result for result in reversed(results)}  # VOC's: of 11 points
         return {
             f"{kind}_{measure.lower()}": value
-            for kind, result in firsts.items()
-            for measure, value in result.judged.values.items()
+            for kind, judged in _first_of_each_kind(results).items()
+            for measure, value in judged.values.items()
             if measure in ("AP", "AP50", "AP75")
         }
 

@@ -20,6 +20,7 @@ Flags = npt.NDArray[np.bool_]
 Runs = npt.NDArray[np.int64]
 """A mask, column by column: how many pixels are off, then on, then off …, as in COCO's RLE."""
 
+LONGEST_SIDE = 65_535  # pixels, as much as JPEG has
 NAMED = 3  # of many things that are wrong, so many are named
 
 
@@ -148,6 +149,13 @@ def collected(
         masks=masks if kept and len(masks) == len(kept) else None,
     )
     return objects, tuple(annotation.where for annotation in dropped)
+
+
+def checked_side(side: float, where: str) -> int:
+    """The length of an image's side, if an image can have it."""
+    if side not in range(1, LONGEST_SIDE + 1):
+        raise UserError(f"{where} cannot be {side:g} pixels: an image has 1 to {LONGEST_SIDE:,}.")
+    return int(side)
 
 
 def some_of(names: Iterable[str]) -> str:

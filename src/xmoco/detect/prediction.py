@@ -1,14 +1,15 @@
 """What a detector finds in images."""
 
+from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xmoco.data import Unreadable, in_order
+from xmoco.data import ImageSet, Unreadable, in_order
 from xmoco.data.batches import Progress
 from xmoco.detect.masks import hotcoco
 from xmoco.detect.metrics import Detections
@@ -18,54 +19,68 @@ AT_ONCE = 8
 MASK_THRESHOLD = 0.5
 
 
+class Sight(NamedTuple):
+    """An image and what a detector says of it."""
+
+    place: int
+    picture: Tensor
+    """uint8 (3, height, width), on the device."""
+    output: dict[str, Tensor]
+    """``boxes``, ``labels``, ``scores`` and perhaps ``masks``, of things only, on the device."""
+
+
 @torch.no_grad()
-def predicted(
+def looked_at(
     detector: nn.Module,
-    data: DetectionSet,
+    images: ImageSet,
     device: torch.device,
     *,
     bf16: bool = False,
     readers: int = 8,
     unreadable: Unreadable | None = None,
     on_progress: Progress | None = None,
-) -> Detections:
-    """The detections in all images, each image once; in one that cannot be read, none."""
+) -> Iterator[Sight]:
+    """Every image once but those that cannot be read. The detector is in eval mode meanwhile."""
     was_training = detector.training
     detector.eval()
-    parts: list[Detections] = []
     seen: set[int] = set()
-    batches = in_order(data.images, AT_ONCE, device, readers=readers, unreadable=unreadable)
+    batches = in_order(images, AT_ONCE, device, readers=readers, unreadable=unreadable)
     done = 0
     with closing(batches):
         for batch in batches:
             pictures = [
-                image[:, :high, :wide].float() / 255
+                image[:, :high, :wide]
                 for image, (high, wide) in zip(batch.images, batch.sizes.tolist(), strict=True)
             ]
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                outputs = detector(pictures)
+                outputs = detector([picture.float() / 255 for picture in pictures])
             indices = batch.indices.tolist()
             for index, picture, output in zip(indices, pictures, outputs, strict=True):
                 if index not in seen:  # another image stands where one cannot be read
                     seen.add(index)
-                    shown = picture.shape[1:]
-                    parts.append(_detections(index, output, shown, data.sizes[index]))
+                    things = output["labels"] > 0  # RetinaNet has scores of the background, too
+                    found = {name: values[things] for name, values in output.items()}
+                    yield Sight(index, picture, found)
             done += len(pictures)
             if on_progress is not None:
-                on_progress(done, len(data))
+                on_progress(done, len(images))
     detector.train(was_training)
-    return _joined(parts)
 
 
-def _detections(
-    index: int, output: dict[str, Tensor], shown: torch.Size, size: Integers
+def predicted(
+    detector: nn.Module, data: DetectionSet, device: torch.device, **options: Any
 ) -> Detections:
-    """Of one image that was ``shown`` in some size, in pixels of ``size``, as it was annotated."""
-    things = output["labels"] > 0  # RetinaNet has scores of the background, too
-    output = {name: values[things] for name, values in output.items()}
+    """The detections in all images; ``options`` are those of ``looked_at``."""
+    sights = looked_at(detector, data.images, device, **options)
+    return joined([detections_of(sight, data.sizes[sight.place]) for sight in sights])
+
+
+def detections_of(sight: Sight, size: Integers) -> Detections:
+    """In pixels of ``size``, that of the image as it was annotated."""
+    output = sight.output
     high, wide = (int(side) for side in size)
     boxes = output["boxes"].double().cpu().numpy()
-    boxes *= np.tile([wide / shown[1], high / shown[0]], 2)
+    boxes *= np.tile([wide / sight.picture.shape[2], high / sight.picture.shape[1]], 2)
     masks = output.get("masks")
     drawn: tuple[Any, ...] | None = None
     if masks is not None:
@@ -74,7 +89,7 @@ def _detections(
         bits = (masks[:, 0] > MASK_THRESHOLD).permute(1, 2, 0).cpu().numpy()
         drawn = tuple(hotcoco("hotcoco.mask").encode(bits)) if bits.shape[2] else ()
     return Detections(
-        np.full(len(boxes), index),
+        np.full(len(boxes), sight.place),
         boxes,
         output["scores"].double().cpu().numpy(),
         output["labels"].cpu().numpy() - 1,
@@ -82,7 +97,7 @@ def _detections(
     )
 
 
-def _joined(parts: list[Detections]) -> Detections:
+def joined(parts: list[Detections]) -> Detections:
     masks = [part.masks for part in parts if part.masks is not None]
     return Detections(
         np.concatenate([part.images for part in parts]),

@@ -8,7 +8,7 @@ import numpy as np
 
 from xmoco.data.imagesets import EncodedImages
 from xmoco.data.trees import Tree
-from xmoco.detect.objects import Annotation, DetectionSet, collected, some_of
+from xmoco.detect.objects import Annotation, DetectionSet, checked_side, collected, some_of
 from xmoco.errors import UserError, nearest
 from xmoco.text import printable
 
@@ -52,7 +52,10 @@ class _File:
         except ET.ParseError as error:
             raise UserError(f"{self.where} is not XML ({error}).") from None
         self.image = join(year, "JPEGImages", self.root.findtext("filename") or f"{stem}.jpg")
-        self.size = [int(self._number(self.root, f"size/{side}")) for side in ("height", "width")]
+        self.size = [
+            checked_side(self._number(self.root, f"size/{side}"), f"the {side} in {self.where}")
+            for side in ("height", "width")
+        ]
         self.objects = self.root.findall("object")
         self.names = [printable((one.findtext("name") or "").strip()) for one in self.objects]
 

@@ -138,6 +138,7 @@ class Panel:
     curves: Mapping[str, Series]
     levels: Mapping[str, float] = field(default_factory=dict)
     includes: Sequence[float] = ()
+    along: str = "epoch"
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,8 @@ def draw_panel(axes: Axes, panel: Panel, theme: Theme) -> None:
             series.values,
             label=label,
             color=theme.curves[index % len(theme.curves)],
-            linestyle=CURVE_STYLES[index % len(CURVE_STYLES)],
+            # where colours begin again, styles do not
+            linestyle=CURVE_STYLES[(index + index // len(theme.curves)) % len(CURVE_STYLES)],
             linewidth=1.6,
             marker="o" if len(series.values) <= FEW_POINTS else None,
             markersize=3,
@@ -270,7 +272,7 @@ def draw_panel(axes: Axes, panel: Panel, theme: Theme) -> None:
         axes.axhline(level, label=f"{label} {level:.3g}", color=theme.ink, linestyle=style, lw=1)
     title = axes.set_title(panel.title, loc="left", fontsize=10, weight="bold", color=theme.ink)
     title.set_parse_math(False)  # names may hold dollar signs
-    axes.set_xlabel("epoch", color=theme.ink, fontsize=9)
+    axes.set_xlabel(panel.along, color=theme.ink, fontsize=9)
     axes.set_ylabel(panel.unit, color=theme.ink, fontsize=9)
     if panel.includes:
         axes.update_datalim([(0, value) for value in panel.includes], updatex=False)

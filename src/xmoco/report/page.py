@@ -71,14 +71,14 @@ def write_report(
         f'<p class="soft">run {escape(run.resolve().name)}</p>',
         _results(history),
         _facts(history, summary),
-        _curves(panels(history)),
-        _sheet(
+        curves(panels(history)),
+        sheet(
             "Views",
             "What the network learns from: random views of an image should be recognised as "
             "the same, whatever the crop and the colours.",
             views_png,
         ),
-        _sheet(
+        sheet(
             "Nearest neighbours",
             "Each query and the images whose features are most similar, with their cosine "
             "similarity. Where classes are known, ✓ in a solid frame is the query's class and ✗ in "
@@ -86,9 +86,14 @@ def write_report(
             neighbours_png,
         ),
         _weights(history, run),
-        _details("Configuration", _read(run / "config.yaml")),
-        _details("Environment", _read(run / "environment.json")),
+        details("Configuration", read_text(run / "config.yaml")),
+        details("Environment", read_text(run / "environment.json")),
     ]
+    return write_page(run, title, sections)
+
+
+def write_page(run: Path, title: str, sections: Iterable[str]) -> Path:
+    """Writes ``report.html`` of sections that are html already, and returns its path."""
     page = f"""<!doctype html>
 <html lang="en">
 <head>
@@ -173,15 +178,15 @@ def _facts(history: History, summary: Mapping[str, str]) -> str:
     speed = history.training.get("images_per_second")
     if speed:
         facts.setdefault("Speed", f"{statistics.median(speed.values):,.0f} images/s (median)")
-    return f"<h2>The run</h2>{_table(facts.items())}" if facts else ""
+    return f"<h2>The run</h2>{table(facts.items())}" if facts else ""
 
 
-def _table(rows: Iterable[tuple[str, str]]) -> str:
+def table(rows: Iterable[tuple[str, str]]) -> str:
     cells = (f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
     return f"<table>{''.join(cells)}</table>"
 
 
-def _curves(found: Iterable[Panel]) -> str:
+def curves(found: Iterable[Panel]) -> str:
     cards = "".join(f'<div class="card">{_picture(panel)}</div>' for panel in found)
     content = f'<div class="grid">{cards}</div>' if cards else "<p>Nothing was logged yet.</p>"
     return f"<h2>Curves</h2>{content}"
@@ -190,7 +195,7 @@ def _curves(found: Iterable[Panel]) -> str:
 def _picture(panel: Panel) -> str:
     """A panel drawn twice: for light and for dark screens."""
     last = ", ".join(f"{name} {series.values[-1]:.4g}" for name, series in panel.curves.items())
-    text = escape(f"{panel.title} over epochs, {panel.unit}; at the end: {last or 'nothing'}")
+    text = escape(f"{panel.title} by {panel.along}, {panel.unit}; at the end: {last or 'nothing'}")
     light, dark = (_uri(panel_png(panel, theme)) for theme in (LIGHT, DARK))
     return (
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
@@ -198,7 +203,7 @@ def _picture(panel: Panel) -> str:
     )
 
 
-def _sheet(title: str, explanation: str, png: bytes | None) -> str:
+def sheet(title: str, explanation: str, png: bytes | None) -> str:
     if png is None:
         return ""
     return f"""
@@ -238,11 +243,11 @@ backbone.load_state_dict(load_file({file!r}))"""
     return f"<p>Or without xmoco:</p><pre>{escape(theirs)}</pre>"
 
 
-def _details(title: str, text: str | None) -> str:
+def details(title: str, text: str | None) -> str:
     if text is None:
         return ""
     return f"<h2>{title}</h2><details><summary>show</summary><pre>{escape(text)}</pre></details>"
 
 
-def _read(file: Path) -> str | None:
+def read_text(file: Path) -> str | None:
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None

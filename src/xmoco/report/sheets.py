@@ -17,6 +17,7 @@ INK = "#7b8087"
 # Right and wrong differ in colour (safe for colour-blind readers), in mark and in the frame's line.
 RIGHT, WRONG = "#0f8fd0", "#e07b1a"
 CELL = 1.15  # inches
+LARGE_CELL = 3.6
 
 
 def views_sheet(names: Sequence[str], columns: Sequence[Sequence[Tensor]]) -> bytes:
@@ -71,6 +72,19 @@ def neighbours_sheet(
                     caption += " " + _short(classes[label])
                 _judge(axes, right, caption)
     return to_png(_figure_of(cells))
+
+
+def pictures_sheet(pictures: Sequence[Tensor], columns: int = 2) -> bytes:
+    """Pictures of any sizes, large enough to look at, row by row."""
+    rows = -(-len(pictures) // columns)
+    figure = Figure(figsize=(LARGE_CELL * columns, LARGE_CELL * rows), layout="constrained")
+    figure.set_facecolor("none")
+    FigureCanvasAgg(figure)
+    for number, picture in enumerate(pictures, start=1):
+        axes = figure.add_subplot(rows, columns, number)
+        axes.imshow(picture.permute(1, 2, 0).numpy())
+        axes.set_axis_off()
+    return to_png(figure)
 
 
 def _short(name: str) -> str:

@@ -1,0 +1,180 @@
+"""``report.html`` of a detector: its AP, curves, and what it sees in validation images."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from xmoco.data.subset import some_positions, taken
+from xmoco.detect.detector_files import FILE, DetectorCard
+from xmoco.detect.drawing import drawn, enlarged
+from xmoco.detect.metrics import Judged
+from xmoco.detect.objects import DetectionSet
+from xmoco.detect.prediction import MASK_THRESHOLD, looked_at
+from xmoco.records import Record
+from xmoco.report.curves import Panel, Series
+from xmoco.report.page import curves, details, read_text, sheet, table, write_page
+from xmoco.report.sheets import pictures_sheet
+from xmoco.train.run_folder import RunFolder
+
+SHOWN = 8  # pictures
+SURE = 0.5  # the score from which detections are drawn
+LARGE = 400  # pixels of a picture's shorter side, lest writing on it be too small
+THRESHOLDS = (0.5, 0.75, 0.9)
+
+AP_NAMES = {"ap": "AP", "ap50": "AP50", "ap75": "AP75"}
+
+
+def write_detection_report(
+    run: Path,
+    card: DetectorCard,
+    records: Sequence[Record],
+    judged: Mapping[str, Judged],
+    pictures: bytes,
+) -> Path:
+    """``judged`` has the curves of boxes and, perhaps, masks; ``pictures`` are a sheet, as PNG."""
+    title = f"{records[0].protocol['name']} on {card.data}, {card.method} {card.backbone}"
+    measured = [(_heading(record), f"{record.value:.1f} %") for record in records]
+    panels = [*_over_steps(run, records), *_precision(judged)]
+    sections = [
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="soft">run {escape(run.resolve().name)}</p>',
+        f"<h2>Average precision</h2>{table(measured)}",
+        f"<h2>The run</h2>{table(_facts(card, records[0]))}",
+        curves(panels),
+        sheet(
+            "Detections",
+            f"What the detector finds in validation images, if its score is at least {SURE:g}.",
+            pictures,
+        ),
+        _how_to_load(run),
+        details("Configuration", read_text(run / "config.yaml")),
+        details("Environment", read_text(run / "environment.json")),
+    ]
+    return write_page(run, title, sections)
+
+
+def _heading(record: Record) -> str:
+    kind, _, measure = record.measure.partition("_")
+    what = {"box": "boxes", "mask": "masks"}[kind]
+    return f"{measure.upper()}, {what} ({record.protocol['metric']})"
+
+
+def _facts(card: DetectorCard, record: Record) -> list[tuple[str, str]]:
+    protocol = record.protocol
+    return [
+        ("Backbone", f"{card.backbone}, {card.method}"),
+        ("Schedule", f"{card.schedule}: {protocol['steps']:,} steps of {protocol['batch']} images"),
+        ("Trained on", f"{card.data}: {protocol['train_images']:,} images with objects"),
+        ("Judged on", f"{protocol['judged']}: {protocol['judged_images']:,} images"),
+        ("Categories", f"{protocol['categories']:,}"),
+        ("Shorter side", f"{protocol['size']} px; in training {_sizes(protocol['train_sizes'])}"),
+        ("Seed", str(record.seed)),
+    ]
+
+
+def _sizes(sizes: Sequence[int]) -> str:
+    return f"{sizes[0]} to {sizes[-1]} px" if len(sizes) > 1 else f"{sizes[0]} px"
+
+
+def _over_steps(run: Path, records: Sequence[Record]) -> list[Panel]:
+    """AP on the way, with the last at the end; the loss, its terms and the rate."""
+    series: dict[str, dict[float, float]] = {}
+    for line in RunFolder(run).metrics().lines:
+        for name, value in line.entry.get("values", {}).items():
+            series.setdefault(name, {})[line.entry["step"]] = value
+    for record in reversed(records):  # of VOC's two metrics the first counts
+        series.setdefault(record.measure, {})[record.protocol["steps"]] = record.value
+    drawable = {
+        name: Series(sorted(points), [points[step] for step in sorted(points)])
+        for name, points in series.items()
+    }
+    found = []
+    for kind, what in (("box", "boxes"), ("mask", "masks")):
+        own = {
+            name: drawable[f"{kind}_{measure}"]
+            for measure, name in AP_NAMES.items()
+            if f"{kind}_{measure}" in drawable
+        }
+        if own:
+            found.append(
+                Panel(f"Average precision of {what}", "%", own, includes=(0, 100), along="step")
+            )
+    terms = {
+        name.removeprefix("loss/"): values
+        for name, values in drawable.items()
+        if name.startswith("loss/")
+    }
+    for title, unit, own in (
+        ("Loss", "loss", {name: drawable[name] for name in ("loss",) if name in drawable}),
+        ("Terms of the loss", "loss", terms),
+        (
+            "Learning rate",
+            "rate",
+            {name: drawable[name] for name in ("learning_rate",) if name in drawable},
+        ),
+    ):
+        if own:
+            found.append(Panel(title, unit, own, includes=(0,), along="step"))
+    return found
+
+
+def _precision(judged: Mapping[str, Judged]) -> list[Panel]:
+    return [
+        Panel(
+            f"Precision of {what}",
+            "mean over categories, %",
+            {
+                f"IoU {iou:g}": Series(
+                    [100 * r for r in result.recall], [100 * p for p in result.precision[iou]]
+                )
+                for iou in THRESHOLDS
+            },
+            includes=(0, 100),
+            along="recall, %",
+        )
+        for what, result in judged.items()
+    ]
+
+
+def picture_detections(
+    detector: nn.Module, data: DetectionSet, device: torch.device, bf16: bool = False
+) -> bytes:
+    """A sheet of some validation images, always the same, with what is found in them."""
+    some = taken(data.images, some_positions(len(data), SHOWN))
+    found = []
+    for sight in looked_at(detector, some, device, bf16=bf16):
+        output = {name: values.cpu() for name, values in sight.output.items()}
+        sure = output["scores"] >= SURE
+        picture, boxes = enlarged(sight.picture.cpu(), output["boxes"][sure], LARGE)
+        masks = output.get("masks")
+        if masks is not None:
+            masks = masks[sure]
+            factor = picture.shape[1] // masks.shape[2]
+            masks = masks[:, 0] > MASK_THRESHOLD
+            masks = masks.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
+        found.append(
+            drawn(
+                picture,
+                boxes,
+                output["labels"][sure],
+                output["scores"][sure],
+                data.categories,
+                masks,
+            )
+        )
+    return pictures_sheet(found)
+
+
+def _how_to_load(run: Path) -> str:
+    file = f"{run.resolve().name}/{FILE}"
+    code = f"""import torch, xmoco
+from torchvision.io import decode_image
+
+detector = xmoco.load_detector({file!r})  # a torchvision model
+with torch.no_grad():
+    (found,) = detector([decode_image("street.jpg") / 255])
+names = [detector.categories[label - 1] for label in found["labels"]]"""
+    return f"<h2>Using the detector</h2><pre>{escape(code)}</pre>"

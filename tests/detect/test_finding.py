@@ -1,0 +1,231 @@
+"""Pictures in, boxes out; and the page that shows what a detector does."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from scenes import write_scenes
+from small_detectors import small_detectors
+from torch import Tensor, nn
+
+import xmoco
+from helpers import assert_done, assert_refused, run_cli
+from xmoco.detect import finding
+from xmoco.detect.detector_files import DetectorCard
+from xmoco.detect.drawing import drawn, enlarged
+from xmoco.detect.evaluation import verdicts
+from xmoco.detect.masks import bitmap_of_runs
+from xmoco.detect.metrics import judge_coco, judge_voc
+from xmoco.detect.report import picture_detections, write_detection_report
+from xmoco.detect.sources import open_detection
+from xmoco.report import page
+
+CARD = DetectorCard(
+    model="mask-rcnn-fpn", backbone="tiny", stem="imagenet", categories=("block", "disc"), size=64,
+    mean=(0.5, 0.5, 0.5), std=(0.2, 0.2, 0.2), method="xmoco", schedule="1x", data="scenes", seed=0,
+)  # fmt: skip
+
+
+class RedAndBlue(nn.Module):
+    """Finds what is red or blue: one of each at most, with its mask."""
+
+    def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
+        return [self.look(image) for image in images]
+
+    @staticmethod
+    def look(image: Tensor) -> dict[str, Tensor]:
+        red, green, blue = image
+        seems_blue = (blue > red + 0.3) & (blue > green + 0.3)
+        seems_red = (red > blue + 0.3) & (red > green + 0.3)
+        masks = [seems_blue, seems_red]
+        boxes, labels, kept = [], [], []
+        for label, mask in enumerate(masks, start=1):
+            if mask.any():
+                y, x = mask.nonzero().unbind(1)
+                boxes.append([x.min(), y.min(), x.max() + 1, y.max() + 1])
+                labels.append(label)
+                kept.append(mask[None].float())
+        boxes.append([0, 0, 5, 5])  # and something nobody would believe in
+        labels.append(1)
+        kept.append(torch.zeros_like(masks[0])[None].float())
+        return {
+            "boxes": torch.tensor(boxes, dtype=torch.float32),
+            "labels": torch.tensor(labels),
+            "scores": torch.tensor([0.9] * (len(boxes) - 1) + [0.1]),
+            "masks": torch.stack(kept),
+        }
+
+
+@pytest.fixture
+def sharp_eye(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(finding, "read_detector", lambda _weights: (RedAndBlue(), CARD))
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    """A red rectangle in a grey picture."""
+    pixels = np.full((40, 60, 3), 128, dtype=np.uint8)
+    pixels[10:30, 20:50] = (250, 20, 20)
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    Image.fromarray(pixels).save(tmp_path / "in" / "deep" / "red.png")
+    return tmp_path / "in" / "deep" / "red.png"
+
+
+@pytest.mark.usefixtures("sharp_eye")
+def test_a_picture_in_boxes_out(picture: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    outcome = run_cli("detect", "runs/any", picture, "--out", out, "--device", "cpu")
+    assert_done(outcome)
+    assert f"1 object in 1 picture: {out / 'detections.json'}" in outcome.stdout
+    (found,) = json.loads((out / "detections.json").read_text())
+    assert (found["image"], found["width"], found["height"]) == ("red.png", 60, 40)
+    (thing,) = found["objects"]
+    assert (thing["category"], thing["box"]) == ("disc", [20, 10, 50, 30])
+    assert thing["score"] == pytest.approx(0.9)
+    mask = bitmap_of_runs(np.array(thing["mask"]["counts"]), *thing["mask"]["size"])
+    assert np.argwhere(mask).min(0).tolist() == [10, 20]
+    assert mask.sum() == 20 * 30
+    before, after = (np.asarray(Image.open(path)) for path in (picture, out / "red.png"))
+    assert before.shape == after.shape
+    assert (before != after).any()
+    assert (before[35:] == after[35:]).all(), "nothing is drawn elsewhere"
+
+
+@pytest.mark.usefixtures("sharp_eye")
+def test_folders_and_what_cannot_be_read(picture: Path, tmp_path: Path) -> None:
+    for number in range(120):
+        Image.new("RGB", (8, 8), "blue").save(tmp_path / "in" / f"{number}.png")
+    (tmp_path / "in" / "77.png").write_bytes(b"no picture")
+    out = tmp_path / "out"
+    outcome = run_cli(
+        *("detect", "runs/any", tmp_path / "in", "--out", out, "--threshold", "0.05"),
+        *("--device", "cpu"),
+    )
+    assert_done(outcome)
+    assert "77.png cannot be read" in outcome.stderr
+    told = json.loads((out / "detections.json").read_text())
+    content = {entry["image"]: entry["objects"] for entry in told}
+    assert len(content) == 120
+    assert "77.png" not in content
+    assert [thing["category"] for thing in content["3.png"]] == ["block", "block"]
+    assert (out / "deep" / "red.png").is_file()
+
+
+@pytest.mark.usefixtures("sharp_eye")
+def test_mistakes_of_finding(picture: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for arguments, words in (
+        ((picture, "--out", tmp_path / "empty"), "already exists"),
+        ((picture, "--threshold", "1.5"), "threshold=1.5 is not from 0 to 1"),
+        ((tmp_path / "empty", "--out", tmp_path / "out"), "there are no images in"),
+        ((tmp_path / "gone.jpg", "--out", tmp_path / "out"), "there is no folder or archive"),
+    ):
+        assert_refused(run_cli("detect", "runs/any", *arguments), words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_of_a_backbone_find_nothing(picture: Path, tmp_path: Path) -> None:
+    outcome = run_cli("detect", tmp_path, picture, "--out", tmp_path / "out")
+    assert_refused(outcome, "no detector at", "xmoco evaluate detect")
+
+
+def test_what_is_drawn() -> None:
+    grey = torch.full((3, 80, 100), 128, dtype=torch.uint8)
+    box, label, score = torch.tensor([[30.0, 20, 70, 60]]), torch.tensor([1]), torch.tensor([0.8])
+    mask = torch.zeros(1, 80, 100, dtype=torch.bool)
+    mask[:, 30:50, 40:60] = True
+    found = drawn(grey, box, label, score, ("cat",), mask)
+    changed = (found != grey).any(0)
+    assert changed[20, 30:70].all(), "the frame"
+    assert changed[30:50, 40:60].all(), "the mask"
+    assert not changed[:18].any()
+    assert not changed[:, 75:].any()
+    nothing = drawn(grey, box[:0], label[:0], score[:0], ("cat",))
+    assert torch.equal(nothing, grey)
+    large, boxes = enlarged(grey, box, 200)
+    assert large.shape == (3, 240, 300)
+    assert boxes.tolist() == [[90, 60, 210, 180]]
+
+
+def test_sets_are_judged_by_their_own_rules(tmp_path: Path) -> None:
+    from dataclasses import replace
+
+    from xmoco.detect.prediction import predicted
+
+    _, data = open_detection(write_scenes(tmp_path / "scenes"))
+    found = predicted(RedAndBlue(), data, torch.device("cpu"))
+    boxes, masks = verdicts(data, found, masks=True)
+    assert (boxes.kind, boxes.metric, masks.kind) == ("box", "COCO", "mask")
+    assert boxes.judged.values == judge_coco(data, found, "boxes").values
+    assert masks.judged.values["AP"] > 60, "it has a sharp eye"
+    eleven, area = verdicts(replace(data, rules="voc"), found, masks=False)
+    assert (eleven.metric, area.metric) == ("VOC, 11 points", "VOC, area")
+    assert eleven.judged.values == judge_voc(data, found).values
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[tuple[Path, list[xmoco.records.Record]]]:
+    """A run folder of a detector that was trained for six steps."""
+    with small_detectors():
+        records = xmoco.evaluate_detect(
+            "scratch:tiny",
+            write_scenes(tmp_path / "scenes"),
+            model="mask-rcnn-c4",
+            schedule="6-steps",
+            batch=2,
+            out=tmp_path / "run",
+            options=xmoco.EvalOptions("cpu", size=64, readers=1),
+        )
+        yield tmp_path / "run", records
+
+
+def test_the_report(run: tuple[Path, list[Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, records = run
+    text = (folder / "report.html").read_text()
+    assert text.count("<h1>Mask R-CNN C4 on folder scenes (train), scratch tiny</h1>") == 1
+    for fact in ("AP50, boxes (COCO)", "AP, masks (COCO)", "6-steps: 6 steps of 2 images"):
+        assert fact in text, fact
+    pictures = re.findall(r'<img src="data:image/png;base64,[^"]+" alt="([^"]*)"', text)
+    titles = [alt.partition(" by ")[0] for alt in pictures]
+    assert titles == [
+        *("Average precision of boxes", "Average precision of masks"),
+        *("Loss", "Terms of the loss", "Learning rate"),
+        *("Precision of boxes", "Precision of masks", "Detections"),
+    ]
+    ap = next(record.value for record in records if record.measure == "box_ap")
+    assert f"at the end: AP {ap:.4g}" in pictures[0]
+
+    seen: list[Any] = []
+    monkeypatch.setattr(page, "panel_png", lambda panel, _theme: seen.append(panel) or b"")
+    judged = {"boxes": judge_coco(*perfect(folder.parent / "scenes"), "boxes")}
+    write_detection_report(folder, CARD, records, judged, b"")
+    (precision, _) = (panel for panel in seen if panel.title == "Precision of boxes")
+    assert precision.along == "recall, %"
+    assert all(min(curve.values) == 100 for curve in precision.curves.values())
+
+
+def perfect(scenes: Path) -> tuple[Any, Any]:
+    """A set, and exactly its objects as detections."""
+    from xmoco.detect.metrics import Detections
+
+    _, data = open_detection(scenes)
+    objects = data.objects
+    scores = np.linspace(1, 0.5, len(objects))
+    return data, Detections(objects.images, objects.boxes, scores, objects.labels)
+
+
+def test_pictures_of_detections(tmp_path: Path) -> None:
+    import io
+
+    _, data = open_detection(write_scenes(tmp_path / "scenes", val=3))
+    png = picture_detections(RedAndBlue(), data, torch.device("cpu"))
+    picture = np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+    assert picture.shape[0] == picture.shape[1], "three pictures in two rows of two"
+    corner = picture[-picture.shape[0] // 3 :, -picture.shape[1] // 3 :]
+    assert (corner == corner[0, 0]).all(), "the fourth is empty"
