@@ -36,6 +36,10 @@ SETTINGS = {
     "ressl": "",
     "sce": "",
     "co2": "",
+    "alignuniform": "",
+    "jcl": "",
+    "uota": "prototypes=100 freeze_prototypes_epochs=0.2 queue_length=512 queue_from_epoch=0 "
+    "epsilon=0.03",
     # 64 features can be told from as many, and the head is narrow: so is the predictor.
     "simsiam": "predictor_hidden=64",
     "barlowtwins": "",

@@ -252,8 +252,9 @@ def test_methods_without_banks(name: str) -> None:
 @pytest.mark.parametrize("idea", ["consistency_weight", "label_weight"])
 def test_xmocos_ideas_are_settings_of_methods_with_negatives(idea: str) -> None:
     """Off unless asked for; whose loss has one direction must take both."""
-    for name in ("mocov2plus", "simclr", "co2", "sce"):
-        changes = [f"method={name}", "symmetric=true"][: 2 if name in ("co2", "sce") else 1]
+    for name in ("mocov2plus", "simclr", "co2", "jcl", "sce"):
+        both = [] if name in ("mocov2plus", "simclr") else ["symmetric=true"]
+        changes = [f"method={name}", *both]
         plain = load_config("imagenette", changes).method
         assert plain.added == ()
         assert plain.subject == name
@@ -263,12 +264,13 @@ def test_xmocos_ideas_are_settings_of_methods_with_negatives(idea: str) -> None:
         assert method.added == (idea.removesuffix("_weight").replace("label", "labels"),)
         assert method.subject == f"{name}+{method.added[0]}"
         assert getattr(method, idea) == 0.5
-    with pytest.raises(UserError) as caught:
-        load_config("demo", ["method=co2", f"{idea}=1"])
-    assert str(caught.value) == (
-        f"method.{idea} = 1: compares both sides of an image, so it needs symmetric=true."
-    )
-    for name in ("byol", "swav", "ressl"):
+    for name in ("co2", "jcl"):
+        with pytest.raises(UserError) as caught:
+            load_config("demo", [f"method={name}", f"{idea}=1"])
+        assert str(caught.value) == (
+            f"method.{idea} = 1: compares both sides of an image, so it needs symmetric=true."
+        )
+    for name in ("byol", "swav", "ressl", "alignuniform", "uota"):
         with pytest.raises(UserError, match=f"^{name} has no setting {idea}.$"):
             load_config("demo", [f"method={name}", f"{idea}=1"])
 

@@ -12,12 +12,16 @@ from xmoco.schedules import (
     Constant,
     Drawn,
     FromEpoch,
+    FromShare,
     HalfCosine,
     LinearRise,
+    LinearToTheEnd,
     Schedule,
     ScheduledValues,
     WarmupCosine,
     rising,
+    scaled,
+    warmed_up,
 )
 
 numbers = st.floats(-100, 100)
@@ -26,8 +30,10 @@ schedules = st.one_of(
     st.builds(Constant, numbers),
     st.builds(HalfCosine, numbers, numbers),
     st.builds(LinearRise, numbers, st.floats(0.01, 100)),
+    st.builds(LinearToTheEnd, numbers),
     st.builds(FromEpoch, st.floats(0, 100)),
     st.builds(Drawn, st.just("a share"), st.integers(0, 99)),
+    st.builds(FromShare, shares, numbers, numbers),
     st.builds(WarmupCosine, st.floats(1e-6, 100), shares, st.floats(0, 20)),
 )
 
@@ -165,3 +171,28 @@ def test_values_are_those_of_their_schedules(kinds: list[Schedule], times: list[
                 assert (value.shape, value.dtype) == ((), torch.float64)
                 assert places.setdefault(name, value.data_ptr()) == value.data_ptr()
             assert float(value) == expected[name]
+
+
+@given(value=numbers, share=shares, clock=clocks())
+def test_some_change_with_the_share_that_is_done(value: float, share: float, clock: Clock) -> None:
+    end = clock._replace(step=clock.total_steps)
+    line = LinearToTheEnd(value)
+    assert (line(clock._replace(step=0)), line(end)) == (0, value)
+    assert line(clock) == pytest.approx(value * clock.step / clock.total_steps)
+    jump = FromShare(share, before=1.0, after=value)
+    assert jump(clock) == (value if clock.done >= share else 1.0)
+    assert jump(end) == value
+
+
+def test_a_weight_without_a_warm_up_is_constant() -> None:
+    assert warmed_up(0.5, 0.0) == Constant(0.5)
+    assert warmed_up(0.5, 2.0) == LinearRise(0.5, 2.0)
+
+
+@pytest.mark.parametrize("precision", [torch.float32, torch.float64])
+def test_weighted_terms_keep_their_precision(precision: torch.dtype) -> None:
+    term = torch.tensor(3.0, dtype=precision)
+    for weight in (0.5, torch.tensor(0.5, dtype=torch.float64)):
+        product = scaled(term, weight)
+        assert product == 1.5
+        assert product.dtype == precision

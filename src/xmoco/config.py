@@ -277,11 +277,10 @@ class MomentumEncoderConfig(MethodSettings):
     )
 
 
-class MoCoConfig(MomentumEncoderConfig):
+class BankConfig(MomentumEncoderConfig):
     """Settings of every method with a momentum encoder and key banks."""
 
     bank_length: int = Field(4096, ge=2, description="Keys K kept in each bank.")
-    temperature: float = Field(0.2, gt=0, description="τ: divides similarities before the softmax.")
     weak_keys: bool = Field(
         False,
         description="Keys are of two more views of an image, made by `weak_views`; not in the "
@@ -295,7 +294,13 @@ class MoCoConfig(MomentumEncoderConfig):
     )
 
 
-class DirectedConfig(MoCoConfig):
+class MoCoConfig(BankConfig):
+    """Settings of those that choose among keys."""
+
+    temperature: float = Field(0.2, gt=0, description="τ: divides similarities before the softmax.")
+
+
+class DirectedConfig(BankConfig):
     """Settings of methods whose queries meet keys in one direction, as published, or in both."""
 
     symmetric: bool = Field(
@@ -379,7 +384,7 @@ class SCEConfig(ConsistencyConfig, DirectedConfig):
     )
 
 
-class CO2Config(BankIdeasConfig, DirectedConfig):
+class CO2Config(BankIdeasConfig, DirectedConfig, MoCoConfig):
     name: Literal["co2"] = Field(
         "co2", description="InfoNCE, and a query agrees with its key on all negatives."
     )
@@ -391,6 +396,49 @@ class CO2Config(BankIdeasConfig, DirectedConfig):
     )
     agreement_temperature: float = Field(
         0.05, gt=0, description="τ of the similarities to the negatives that are to agree."
+    )
+
+
+class AlignUniformConfig(DirectedConfig):
+    name: Literal["alignuniform"] = Field(
+        "alignuniform",
+        description="Queries lie near their keys, and far from each other and from past keys.",
+    )
+    symmetric: bool = Field(
+        True,
+        description="Whether both sides of an image have queries and keys, each meeting the "
+        "other's, as in the table of XMoCo's paper; else one view makes queries and another one "
+        "keys.",
+    )
+    align_weight: float = Field(
+        3.0, ge=0, description="Weight of the squared distance of queries and their keys."
+    )
+    uniform_weight: float = Field(
+        1.0, ge=0, description="Weight of how unevenly queries spread among the others."
+    )
+    uniform_sharpness: float = Field(
+        3.0, gt=0, description="t: nearness is exp(−t · squared distance)."
+    )
+
+
+class JCLConfig(BankIdeasConfig, DirectedConfig, MoCoConfig):
+    name: Literal["jcl"] = Field(
+        "jcl", description="InfoNCE with endlessly many keys of an image, as a Gaussian has them."
+    )
+    symmetric: bool = Field(
+        False, description="Whether two views of an image make queries, for the same keys."
+    )
+    weak_keys: bool = Field(
+        False, description="Keys are of views made by `weak_views`; not in JCL's paper."
+    )
+    key_views: int = Field(
+        5, ge=2, le=32, description="Views of an image whose keys make its Gaussian."
+    )
+    spread_weight: float = Field(
+        2.0,
+        ge=0,
+        description="λ: how much the Gaussian's spread counts at the end of training; it rises "
+        "linearly from 0.",
     )
 
 
@@ -417,10 +465,9 @@ class BYOLConfig(MomentumEncoderConfig):
     predictor_hidden: int = Field(4096, ge=1, description="Width of the predictor's hidden layer.")
 
 
-class SwAVConfig(MethodSettings):
-    name: Literal["swav"] = Field(
-        "swav", description="Codes of one view over learned prototypes, told from the others."
-    )
+class PrototypesConfig(MethodSettings):
+    """Settings of SwAV, and of what extends it."""
+
     temperature: float = Field(0.1, gt=0, description="τ: divides scores before the softmax.")
     epsilon: float = Field(0.05, gt=0, description="ε: smoothness of the codes.")
     sinkhorn_iterations: int = Field(3, ge=1, le=1000, description="Rounds of code balancing.")
@@ -444,6 +491,27 @@ class SwAVConfig(MethodSettings):
     @classmethod
     def _is_share(cls, share: Range) -> Range:
         return checked_share(share)
+
+
+class SwAVConfig(PrototypesConfig):
+    name: Literal["swav"] = Field(
+        "swav", description="Codes of one view over learned prototypes, told from the others."
+    )
+
+
+class UOTAConfig(PrototypesConfig):
+    name: Literal["uota"] = Field(
+        "uota", description="SwAV in which views that are unlike their image's others count less."
+    )
+    outlier_temperature: float = Field(
+        350.0, gt=0, description="Divides the squared distance of a view from its image's others."
+    )
+    outliers_from: Probability = Field(
+        0.5, description="Views count unequally from this share of training on."
+    )
+    outliers_rate: float = Field(
+        2.0, gt=0, description="The learning rate is multiplied by this from there on."
+    )
 
 
 class SimSiamConfig(MethodSettings):
@@ -622,6 +690,9 @@ MethodConfig = (
     | ReSSLConfig
     | SCEConfig
     | CO2Config
+    | AlignUniformConfig
+    | JCLConfig
+    | UOTAConfig
     | SimSiamConfig
     | BarlowTwinsConfig
     | VICRegConfig

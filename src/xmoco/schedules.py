@@ -65,6 +65,28 @@ class LinearRise:
 
 
 @dataclass(frozen=True)
+class LinearToTheEnd:
+    """From 0 to ``value`` over all of training."""
+
+    value: float
+
+    def __call__(self, clock: Clock) -> float:
+        return self.value * clock.done
+
+
+@dataclass(frozen=True)
+class FromShare:
+    """``before`` a share of training is done, ``after`` from it on."""
+
+    share: float
+    before: float
+    after: float
+
+    def __call__(self, clock: Clock) -> float:
+        return self.after if clock.done >= self.share else self.before
+
+
+@dataclass(frozen=True)
 class FromEpoch:
     """0 before an epoch, 1 from it on."""
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from xmoco.data.streaming import Batch
-from xmoco.schedules import Schedule, Value
+from xmoco.schedules import Clock, Schedule, Value
 
 Values = Mapping[str, Value]
 """Scheduled values by name, at a step."""
@@ -77,6 +77,10 @@ class Task(nn.Module, ABC):
 
     def param_groups(self) -> list[ParamGroup]:
         return [ParamGroup([p for p in self.parameters() if p.requires_grad])]
+
+    def rate_factor(self, clock: Clock) -> float:
+        """What the scheduled learning rate is multiplied by at a step."""
+        return 1.0
 
     def before_update(self, at: Values) -> None:
         """The gradients are there."""

@@ -1,4 +1,4 @@
-"""ReSSL, SCE and CO2 as a whole: one direction or both, whose views, whose banks."""
+"""ReSSL, SCE, CO2, align/uniform as a whole: one direction or both, whose views, whose banks."""
 
 import copy
 from collections.abc import Callable
@@ -9,11 +9,19 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from toys import PLAIN, built, two_views, values
 
-from xmoco.config import CO2Config, Config, DirectedConfig, ReSSLConfig, SCEConfig
+from xmoco.config import (
+    AlignUniformConfig,
+    CO2Config,
+    Config,
+    DirectedConfig,
+    ReSSLConfig,
+    SCEConfig,
+)
 from xmoco.losses.co2 import disagreement
 from xmoco.losses.contrast import contrast
 from xmoco.losses.ressl import relational_loss
 from xmoco.losses.sce import soft_contrast
+from xmoco.losses.uniformity import uniformity
 from xmoco.methods.base import DirectedMethod
 from xmoco.methods.ressl import ReSSL
 
@@ -37,6 +45,14 @@ KINDS: dict[str, tuple[DirectedConfig, Callable[[Tensor, Tensor, Tensor], Tensor
         ),
     ),
     "co2": (CO2Config(**SMALL, agreement_weight=2.0, agreement_temperature=0.1), co2_loss),
+    "alignuniform": (
+        AlignUniformConfig(
+            **SMALL, align_weight=2.0, uniform_weight=0.5, uniform_sharpness=1.5, symmetric=False
+        ),
+        lambda q, k, bank: (
+            2.0 * (q - k).square().sum(dim=1).mean() + 0.5 * uniformity(q, bank, 1.5)
+        ),
+    ),
 }
 
 
@@ -92,13 +108,19 @@ def test_views_of_one_direction_and_of_both(symmetric: bool, weak_keys: bool) ->
 
 
 def test_terms_are_told_by_side_where_there_are_two() -> None:
-    for name, terms in {"ressl": "relations", "sce": "labels", "co2": "contrast agreement"}.items():
+    all_terms = {
+        "ressl": "relations",
+        "sce": "labels",
+        "co2": "contrast agreement",
+        "alignuniform": "alignment uniformity",
+    }
+    for name, terms in all_terms.items():
         method = directed(KINDS[name][0].model_copy(update={"symmetric": True}))
         step = method(two_views(0, 4), values(method), with_metrics=True)
         assert set(step.terms) == {
             f"{term}_{side}" for term in terms.split() for side in ("source", "target")
         }
-        assert ("consistency_gap" in step.metrics) == (name != "ressl")
+        assert ("consistency_gap" in step.metrics) == (name in ("sce", "co2"))
 
 
 def test_the_weight_of_agreement_may_rise_and_be_on_the_device() -> None:

@@ -32,6 +32,7 @@ TERMS = {
     "simclr": {"labels", "consistency"},
     "co2": {"labels", "consistency", "agreement"},
     "sce": {"labels", "consistency"},
+    "jcl": {"labels", "consistency", "spread"},
 }
 
 
@@ -78,7 +79,8 @@ def test_terms_and_their_weights(name: str) -> None:
     assert kinds == TERMS[name]
     assert {f"{kind}_{side}" for kind in kinds for side in ("source", "target")} == set(terms)
     assert {"consistency_gap", "positive_probability"} <= set(metrics)
-    weights = {"labels": 1.0, "consistency": 0.25, "agreement": at.get("agreement_weight")}
+    weights = {"labels": 1.0, "consistency": 0.25, "spread": 1.0}
+    weights["agreement"] = at.get("agreement_weight")
     total = sum(weights[term.rpartition("_")[0]] * value for term, value in terms.items())
     assert_close(loss, total / 2 if name == "simclr" else total)
     assert loss.dtype == torch.float32

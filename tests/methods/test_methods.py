@@ -40,7 +40,7 @@ from xmoco.methods.simclr import SimCLR
 from xmoco.methods.swav import SwAV
 from xmoco.methods.xmoco import XMoCo
 
-BANKS = ("xmoco", "mocov2plus", "ressl", "sce", "co2", "mnn", "msf")
+BANKS = ("xmoco", "mocov2plus", "ressl", "sce", "co2", "alignuniform", "jcl", "mnn", "msf")
 MOMENTUM = (*BANKS, "byol")
 SIDES = {"source", "target"}
 TERMS = {
@@ -52,6 +52,9 @@ TERMS = {
     "ressl": set(),
     "sce": set(),
     "co2": {"contrast", "agreement"},
+    "alignuniform": {f"{term}_{side}" for term in ("alignment", "uniformity") for side in SIDES},
+    "jcl": {"contrast", "spread"},
+    "uota": set(),
     "simsiam": SIDES,
     "barlowtwins": {"invariance", "redundancy"},
     "vicreg": {"invariance", "variance", "covariance"},
@@ -157,6 +160,7 @@ def test_only_what_learns_gets_gradients(name: str) -> None:
         "byol": ("encoder.", "predictor."),
         "swav": ("encoder.", "prototypes."),
         **dict.fromkeys(("simsiam", "msf", "mnn"), ("encoder.", "predictor.")),
+        "uota": ("encoder.", "prototypes."),
     }
     prefixes = learns.get(name, ("encoder.",))
     still = {"encoder.head.4.weight", "encoder.head.4.bias"} if name == "simsiam" else set()
@@ -188,7 +192,7 @@ def test_after_a_step_the_momentum_encoder_follows(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "memory"), [*((name, "bank") for name in BANKS), ("swav", "queue")]
+    ("name", "memory"), [*((name, "bank") for name in BANKS), ("swav", "queue"), ("uota", "queue")]
 )
 def test_memories_fill_step_by_step(name: str, memory: str) -> None:
     method = built(METHODS[name])
@@ -307,14 +311,13 @@ def test_a_rising_weight_of_consistency_reaches_the_loss() -> None:
 
 
 def test_levels_that_losses_are_compared_with() -> None:
-    chance = dict.fromkeys(("xmoco", "mocov2plus", "sce", "co2"), math.log(25))
-    chance |= {"swav": math.log(7), "ressl": math.log(24)}
+    chance = dict.fromkeys(("xmoco", "mocov2plus", "sce", "co2", "jcl"), math.log(25))
+    chance |= {"swav": math.log(7), "uota": math.log(7), "ressl": math.log(24)}
     for name, level in chance.items():
         assert built(METHODS[name]).reference_levels() == {"chance": level}
     # The default batch of 512 makes 1,023 other views.
     assert built(METHODS["simclr"]).reference_levels() == {"chance": math.log(1023)}
-    assert built(METHODS["byol"]).reference_levels() == {"unrelated": 2.0}
-    for name in ("msf", "mnn"):
+    for name in ("byol", "msf", "mnn", "alignuniform"):
         assert built(METHODS[name]).reference_levels() == {"unrelated": 2.0}
     assert built(METHODS["simsiam"]).reference_levels() == {"unrelated": 0.0}
     assert built(METHODS["barlowtwins"]).reference_levels() == {"unrelated": 0.024 * 16}
@@ -343,6 +346,7 @@ def test_titles_are_the_methods_names() -> None:
     titles = [built(settings).title for settings in METHODS.values()]
     assert titles == [
         *("XMoCo", "MoCo v2+", "SimCLR", "BYOL", "SwAV", "ReSSL", "SCE", "CO2"),
+        *("MoCo v2 + align/uniform", "JCL", "SwAV + UOTA"),
         *("SimSiam", "Barlow Twins", "VICReg", "MSF", "MNN"),
     ]
 

@@ -6,11 +6,13 @@ from torch import Tensor
 
 from helpers import TINY_SPLIT
 from xmoco.config import (
+    AlignUniformConfig,
     BarlowTwinsConfig,
     BYOLConfig,
     CO2Config,
     Config,
     IdeasConfig,
+    JCLConfig,
     MethodConfig,
     MNNConfig,
     MoCoV2PlusConfig,
@@ -21,6 +23,7 @@ from xmoco.config import (
     SimCLRConfig,
     SimSiamConfig,
     SwAVConfig,
+    UOTAConfig,
     VICRegConfig,
     XMoCoConfig,
 )
@@ -40,6 +43,11 @@ METHODS: dict[str, MethodConfig] = {
     "ressl": ReSSLConfig(bank_length=24, key_momentum=0.9),
     "sce": SCEConfig(bank_length=24, key_momentum=0.9),
     "co2": CO2Config(bank_length=24, key_momentum=0.9, agreement_weight=1.0),
+    "alignuniform": AlignUniformConfig(bank_length=24, key_momentum=0.9, align_weight=1.0),
+    "jcl": JCLConfig(bank_length=24, key_momentum=0.9, key_views=3),
+    "uota": UOTAConfig(
+        prototypes=7, queue_length=24, queue_from_epoch=0.5, outlier_temperature=2, outliers_from=0
+    ),
     "simsiam": SimSiamConfig(predictor_hidden=24),
     "barlowtwins": BarlowTwinsConfig(),
     "vicreg": VICRegConfig(),
@@ -53,6 +61,7 @@ IDEAS: dict[str, IdeasConfig | SCEConfig] = {
     "simclr": SimCLRConfig(**_BOTH),
     "co2": CO2Config(bank_length=24, key_momentum=0.9, symmetric=True, **_BOTH),
     "sce": SCEConfig(bank_length=24, key_momentum=0.9, symmetric=True, consistency_weight=0.5),
+    "jcl": JCLConfig(bank_length=24, key_momentum=0.9, key_views=2, symmetric=True, **_BOTH),
 }
 """Methods with XMoCo's ideas."""
 

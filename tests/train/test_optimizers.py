@@ -344,3 +344,22 @@ def test_a_step_honours_rate_factors_schedules_and_hooks(parts: int) -> None:
         ]
         task.notes.clear()
     assert task.slow.grad is None
+
+
+def test_a_task_may_want_another_rate_than_the_scheduled_one() -> None:
+    """From some step on, as UOTA; a rate that is not scheduled stays."""
+
+    class Hurried(Slopes):
+        def rate_factor(self, clock: Clock) -> float:
+            return 3.0 if clock.step else 1.0
+
+    fabric, task, rate = Fabric(accelerator="cpu", devices=1), Hurried(), HalfCosine(0.4, 0.0)
+    optimizer = build_optimizer(SGDConfig(), task.param_groups(), CPU)
+    model, optimizer = fabric.setup(task, optimizer)
+    stepper = build_stepper(fabric, model, task, optimizer, rate, 0.6, 1)
+    for step, factor in ((0, 1.0), (1, 3.0), (2, 3.0)):
+        clock = Clock(step, 4, 2)
+        stepper([torch.ones(4, 1)], clock)
+        rates = [group["lr"] for group in optimizer.param_groups]
+        assert rates == pytest.approx([factor * rate(clock), 10 * factor * rate(clock), 0.3])
+        assert stepper.scheduled_rate(clock) == factor * rate(clock)

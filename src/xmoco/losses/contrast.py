@@ -51,8 +51,7 @@ class Similarities:
             return value
         with torch.no_grad(), torch.autocast(excess.device.type, enabled=False):
             gradient = self._gradient(excess) / (len(excess) * self.temperature)
-        result: Tensor = _KnownGradient.apply(precise(self.queries), value, gradient)
-        return result
+        return with_gradient(self.queries, value, gradient)
 
     def _gradient(self, excess: Tensor) -> Tensor:
         return excess @ self.bank.to(excess.dtype)
@@ -133,6 +132,12 @@ def similarities(queries: Tensor, bank: Tensor, temperature: float) -> Similarit
     """Queries over a bank alone."""
     log_p = bank_similarities(queries, bank, temperature)
     return Similarities(queries, bank, temperature, log_p)
+
+
+def with_gradient(queries: Tensor, value: Tensor, gradient: Tensor) -> Tensor:
+    """``value``, for which autograd finds this gradient by the queries."""
+    result: Tensor = _KnownGradient.apply(precise(queries), value, gradient)
+    return result
 
 
 class _KnownGradient(torch.autograd.Function):

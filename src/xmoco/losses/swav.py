@@ -37,14 +37,20 @@ def codes(
 
 
 def swapped_prediction(
-    scores: Sequence[Tensor], targets: Sequence[Tensor], temperature: float
+    scores: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    temperature: float,
+    weights: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """Mean over the full views, whose codes are ``targets``, of the mean cross entropy with which
-    each of the other views (full and small, by ``scores``) tells their codes."""
+    each of the other views (full and small, by ``scores``) tells their codes.
+
+    ``weights``, (N,) for every view, say how much the one that tells counts.
+    """
     with torch.autocast(scores[0].device.type, enabled=False):
         log_p = [(precise(score) / temperature).log_softmax(dim=1) for score in scores]
         losses = [
-            cross_entropy(target, other)
+            cross_entropy(target if weights is None else target * weights[view][:, None], other)
             for full, target in enumerate(targets)
             for view, other in enumerate(log_p)
             if view != full

@@ -1,10 +1,12 @@
 """Methods: one file each. Who trains them knows only ``Task`` (task.py) and ``Method``."""
 
 from xmoco.config import (
+    AlignUniformConfig,
     BarlowTwinsConfig,
     BYOLConfig,
     CO2Config,
     Config,
+    JCLConfig,
     MNNConfig,
     MoCoV2PlusConfig,
     MSFConfig,
@@ -14,13 +16,16 @@ from xmoco.config import (
     SimCLRConfig,
     SimSiamConfig,
     SwAVConfig,
+    UOTAConfig,
     VICRegConfig,
     XMoCoConfig,
 )
+from xmoco.methods.alignuniform import AlignUniform
 from xmoco.methods.barlowtwins import BarlowTwins
 from xmoco.methods.base import Method
 from xmoco.methods.byol import BYOL
 from xmoco.methods.co2 import CO2
+from xmoco.methods.jcl import JCL
 from xmoco.methods.mnn import MNN
 from xmoco.methods.mocov2plus import MoCoV2Plus
 from xmoco.methods.msf import MSF
@@ -29,6 +34,7 @@ from xmoco.methods.sce import SCE
 from xmoco.methods.simclr import SimCLR
 from xmoco.methods.simsiam import SimSiam
 from xmoco.methods.swav import SwAV
+from xmoco.methods.uota import UOTA
 from xmoco.methods.vicreg import VICReg
 from xmoco.methods.xmoco import XMoCo
 
@@ -43,6 +49,9 @@ METHODS: dict[type[Section], type[Method]] = {
     ReSSLConfig: ReSSL,
     SCEConfig: SCE,
     CO2Config: CO2,
+    AlignUniformConfig: AlignUniform,
+    JCLConfig: JCL,
+    UOTAConfig: UOTA,
     SimSiamConfig: SimSiam,
     BarlowTwinsConfig: BarlowTwins,
     VICRegConfig: VICReg,

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xmoco.config import (
+    BankConfig,
     Config,
     DirectedConfig,
-    MoCoConfig,
     MomentumEncoderConfig,
     NeighbourConfig,
 )
@@ -113,7 +113,7 @@ class BankMethod(MomentumMethod):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        assert isinstance(config.method, MoCoConfig)
+        assert isinstance(config.method, BankConfig)
         size, hidden = config.model.feature_size, config.method.predictor_hidden
         self.predictor = mlp_head(size, hidden, size, layers=2) if hidden else None
         if self.predictor is not None:
@@ -130,7 +130,7 @@ class BankMethod(MomentumMethod):
     def view_groups(config: Config) -> tuple[ViewGroup, ...]:
         """Source and target; with weak keys, two weak views more."""
         settings, sides = config.method, ("source view", "target view")
-        assert isinstance(settings, MoCoConfig)
+        assert isinstance(settings, BankConfig)
         strong = ViewGroup(sides, config.views, config.input)
         if not settings.weak_keys:
             return (strong,)
@@ -141,11 +141,32 @@ class BankMethod(MomentumMethod):
         """(q_s, q_t) and (k_s, k_t) of unit length: keys of the last two views, be they weak ones
         or those of the queries. Where banks have one side only, of the last view and one query."""
         sides = len(self.banks.sides)
-        queries, keys = self.queries_and_keys(views[:sides], views[-sides:])
+        return self.encoded(views[:sides], views[-sides:])
+
+    def encoded(
+        self, views: Sequence[Tensor], key_views: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Queries, as a predictor makes them where there is one, and keys."""
+        queries, keys = self.queries_and_keys(views, key_views)
         if self.predictor is not None:
             predicted = self.run.encode(self.predictor, queries)
             queries = [F.normalize(features.float(), dim=1) for features in predicted]
         return queries, keys
+
+    @staticmethod
+    def metrics(contrasts: Sequence[Contrast]) -> dict[str, Tensor]:
+        """How far features spread and, of both directions, how much these differ."""
+        metrics = feature_metrics(contrasts[0].queries)
+        if len(contrasts) == 2:
+            metrics |= similarity_metrics(*(P.log_p for P in contrasts))
+        return metrics
+
+    @staticmethod
+    def named(term: str, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        """A term by its name and, of both directions, side."""
+        if len(values) == 1:
+            return {term: values[0]}
+        return {f"{term}_{side}": value for side, value in zip(SIDES, values, strict=True)}
 
     def reference_levels(self) -> dict[str, float]:
         """The cross entropy of a guess among the positive and the keys of a bank."""
@@ -226,7 +247,6 @@ class DirectedMethod(BankMethod):
         super().__init__(config)
         settings = config.method
         assert isinstance(settings, DirectedConfig)
-        self.temperature = settings.temperature
         kind = KeyBanks if settings.symmetric else KeyBank
         self.key_banks = kind(settings.bank_length, config.model.feature_size)
 
@@ -254,21 +274,8 @@ class DirectedMethod(BankMethod):
             for meeting in zip(queries, keys[::-1], self.banks.rows()[::-1], strict=True)
         ]
 
-    def contrasts(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Contrast]:
+    def contrasts(
+        self, queries: Sequence[Tensor], keys: Sequence[Tensor], temperature: float
+    ) -> list[Contrast]:
         """P of every way."""
-        return [contrast(*way, self.temperature) for way in self.ways(queries, keys)]
-
-    @staticmethod
-    def metrics(contrasts: Sequence[Contrast]) -> dict[str, Tensor]:
-        """How far features spread and, of both directions, how much these differ."""
-        metrics = feature_metrics(contrasts[0].queries)
-        if len(contrasts) == 2:
-            metrics |= similarity_metrics(*(P.log_p for P in contrasts))
-        return metrics
-
-    @staticmethod
-    def named(term: str, values: Sequence[Tensor]) -> dict[str, Tensor]:
-        """A term by its name and, of both directions, side."""
-        if len(values) == 1:
-            return {term: values[0]}
-        return {f"{term}_{side}": value for side, value in zip(SIDES, values, strict=True)}
+        return [contrast(*way, temperature) for way in self.ways(queries, keys)]

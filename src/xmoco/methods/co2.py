@@ -36,7 +36,7 @@ class CO2(DirectedMethod):
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
     ) -> StepOutput:
         queries, keys = self.contrasted(views)
-        contrasts = self.contrasts(queries, keys)
+        contrasts = self.contrasts(queries, keys, self.settings.temperature)
         if self.ideas is None:
             positives = [P.infonce() for P in contrasts]
             loss, terms = torch.stack(positives).sum(), self.named("contrast", positives)

@@ -29,7 +29,7 @@ class SCE(DirectedMethod):
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
     ) -> StepOutput:
         queries, keys = self.contrasted(views)
-        contrasts = self.contrasts(queries, keys)
+        contrasts = self.contrasts(queries, keys, self.settings.temperature)
         losses = [
             soft_contrast(
                 P,

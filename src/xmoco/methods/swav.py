@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xmoco.config import Config, SwAVConfig
+from xmoco.config import Config, PrototypesConfig
 from xmoco.data.views import ViewGroup
 from xmoco.losses.bank import SharedRing
 from xmoco.losses.metrics import feature_metrics
@@ -22,7 +22,7 @@ class SwAV(Method):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        assert isinstance(config.method, SwAVConfig)
+        assert isinstance(config.method, PrototypesConfig)
         self.settings = config.method
         self.encoder = self.build_encoder(config)
         size = config.model.feature_size
@@ -35,7 +35,7 @@ class SwAV(Method):
     def view_groups(config: Config) -> tuple[ViewGroup, ...]:
         """Two full views and, in multi-crop, some small ones."""
         settings = config.method
-        assert isinstance(settings, SwAVConfig)
+        assert isinstance(settings, PrototypesConfig)
         full = ViewGroup(("view 1", "view 2"), config.views, config.input)
         if not settings.local_crops:
             return (full,)
@@ -58,10 +58,15 @@ class SwAV(Method):
         z = self.run.encode(self.encoder, views)
         scores = [self.scores(features) for features in z]
         targets = [self.codes(scores[view], view, at) for view in (0, 1)]
-        loss = swapped_prediction(scores, targets, self.settings.temperature)
+        weights = self.view_weights(z, at)
+        loss = swapped_prediction(scores, targets, self.settings.temperature, weights)
         if self.training and self.queue is not None:
             self.queue.enqueue(z[0], z[1])
         return StepOutput(loss, {}, feature_metrics(z[0]) if with_metrics else {})
+
+    def view_weights(self, features: Sequence[Tensor], at: Values) -> Sequence[Tensor] | None:
+        """How much every view of every image counts: all alike."""
+        return None
 
     def scores(self, features: Tensor) -> Tensor:
         """Similarities to the prototypes, which are of unit length too."""

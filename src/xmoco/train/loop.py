@@ -325,7 +325,7 @@ class _RunningMeans:
         count = self.steps * training.fabric.world_size
         values = {name: total / count for name, total in zip(self.sums, sums, strict=True)}
         clock = training.clock(training.step - 1)
-        values["learning_rate"] = training.plan.learning_rate(clock)
+        values["learning_rate"] = training.stepper.scheduled_rate(clock)
         seconds = time.perf_counter() - self.started  # the device is done: its sums are here
         values["images_per_second"] = self.steps * training.plan.batch / seconds
         values["waiting"] = (training.batches.waited - self.waited) / seconds

@@ -55,9 +55,12 @@ class Stepper:
             group["lr"] = rate
         return self.take(inputs, self.values.at(clock), with_metrics)
 
+    def scheduled_rate(self, clock: Clock) -> float:
+        return self.learning_rate(clock) * self.task.rate_factor(clock)
+
     def rates_at(self, clock: Clock) -> list[float]:
         """Of every group."""
-        scheduled = self.learning_rate(clock)
+        scheduled = self.scheduled_rate(clock)
         return [
             (scheduled if group["scheduled"] else self.peak_rate) * group["rate_factor"]
             for group in self.optimizer.param_groups
