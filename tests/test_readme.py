@@ -18,6 +18,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from torch.testing import assert_close
 from typer.testing import CliRunner
 
 import xmoco
@@ -80,7 +81,14 @@ def python_block(containing: str) -> str:
     return block
 
 
-TESTED_BLOCKS = ("XMoCoLoss", "load_backbone(", "load_file(", "xmoco.pretrain(", "eval_size=")
+TESTED_BLOCKS = (
+    "import XMoCoLoss",
+    "import BatchXMoCoLoss",
+    "load_backbone(",
+    "load_file(",
+    "xmoco.pretrain(",
+    "eval_size=",
+)
 """Each by something that only it contains; every one is run by a test below."""
 
 
@@ -108,7 +116,7 @@ def photos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_loop_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
-    names = run(python_block("XMoCoLoss"))
+    names = run(python_block("import XMoCoLoss"))
     assert len(capsys.readouterr().out.splitlines()) == 4
     assert names["loss"].item() > 0
     assert set(names["terms"]) == {
@@ -121,6 +129,14 @@ def test_the_loop_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
     slow, fast = (names[name].fc.weight for name in ("momentum_encoder", "encoder"))
     assert slow.grad is None
     assert not torch.equal(slow, fast)
+
+
+def test_the_loop_without_banks_runs_as_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    torch.manual_seed(0)
+    names = run(python_block("import BatchXMoCoLoss"))
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert {name.rpartition("_")[0] for name in names["terms"]} == {"labels", "consistency"}
+    assert_close(names["loss"], sum(names["terms"].values()) / 2)
 
 
 def test_weights_load_as_shown(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ The whole public surface::
     backbone = xmoco.load_backbone(result.weights)           # a torchvision ResNet
     transform = xmoco.load_transform(result.weights)         # from an image to its input
     criterion = xmoco.XMoCoLoss(feature_size=128)            # the loss, for a loop of your own
+    criterion = xmoco.BatchXMoCoLoss()                       # the same over a batch's negatives
     xmoco.evaluate_knn(result.weights, "patterns")           # how strong is it?
 """
 
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
     from xmoco.evaluate.evaluation import EvalOptions as EvalOptions
     from xmoco.evaluate.transfer import evaluate_transfer as evaluate_transfer
     from xmoco.evaluate.transform import load_transform as load_transform
+    from xmoco.losses import BatchXMoCoLoss as BatchXMoCoLoss
     from xmoco.losses import XMoCoLoss as XMoCoLoss
     from xmoco.nn.weights import load_backbone as load_backbone
     from xmoco.pretraining import pretrain as pretrain
 
 # Loaded when first used, so that `xmoco --help` need not wait for torch.
 _WHERE = {
+    "BatchXMoCoLoss": "xmoco.losses",
     "EvalOptions": "xmoco.evaluate.evaluation",
     "UserError": "xmoco.errors",
     "XMoCoLoss": "xmoco.losses",
@@ -43,6 +46,7 @@ _WHERE = {
 }
 
 __all__ = [
+    "BatchXMoCoLoss",
     "EvalOptions",
     "UserError",
     "XMoCoLoss",

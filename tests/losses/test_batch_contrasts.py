@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
+from xmoco.losses import BatchXMoCoLoss
 from xmoco.losses.cross_similarity import CrossSimilarity
 from xmoco.losses.ntxent import batch_contrasts, nt_xent
 from xmoco.losses.soft_labels import weighted_soft_labels
@@ -140,3 +141,16 @@ def test_twenty_steps_lower_the_loss(weights: Any) -> None:
             z -= gradient
         losses.append(loss.item())
     assert losses[-1] < 0.95 * losses[0]
+
+
+def test_the_module_for_any_loop_takes_the_mean_of_both_sides() -> None:
+    z_s, z_t = unit_views(6, 5)
+    criterion = BatchXMoCoLoss(TAU, LAMBDA, XI, consistency_weight=0.5)
+    loss, terms = criterion(z_s, z_t)
+    whole, expected = ideas(1.0, 0.5).compare(*batch_contrasts(z_s, z_t, TAU))
+    assert_close(loss, whole / 2)
+    assert_close(terms, expected)
+    assert criterion.state_dict() == {}
+    for mistake in ({"temperature": 0.0}, {"label_weight": 1.5}, {"consistency_weight": -1.0}):
+        with pytest.raises(ValueError, match=next(iter(mistake))):
+            BatchXMoCoLoss(**mistake)
