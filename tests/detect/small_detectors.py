@@ -33,18 +33,24 @@ def shrunk(detector: Any, classes: int) -> nn.Module:
     return detector
 
 
+def build_small(model: str, backbone: nn.Module, categories: int, **settings: Any) -> nn.Module:
+    """Inside ``small_detectors``."""
+    detector = models.build_detector(model, backbone, categories, **settings)
+    return shrunk(detector, categories + 1)
+
+
 @contextmanager
-def small_detectors() -> Iterator[None]:
-    """Every detector that is built meanwhile is a small one, and learns at 0.01 for two images."""
-    real = models.build_detector
+def small_detectors(report: bool = False) -> Iterator[None]:
+    """Every detector that is built meanwhile is a small one, and learns at 0.01 for two images.
 
-    def build(model: str, backbone: nn.Module, categories: int, **settings: Any) -> nn.Module:
-        return shrunk(real(model, backbone, categories, **settings), categories + 1)
-
+    Its report takes longer to draw than such a detector to train, and is left out.
+    """
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "PYRAMID_CHANNELS", CHANNELS)
-        patch.setattr(evaluation, "build_detector", build)
-        patch.setattr("xmoco.detect.detector_files.build_detector", build)
+        patch.setattr(evaluation, "build_detector", build_small)
+        if not report:
+            patch.setattr(evaluation._Job, "report", lambda *_: None)
+        patch.setattr("xmoco.detect.detector_files.build_detector", build_small)
         patch.setattr(courses, "RATE", {True: 0.08, False: 0.08})
         yield

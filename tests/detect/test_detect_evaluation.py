@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import multiprocessing
 import random
 import signal
@@ -95,6 +96,20 @@ def test_the_command_of_several_seeds(scenes: Path, tmp_path: Path) -> None:
     assert again.stderr.count("holds the finished detector") == 2
     rerun = read_records(file, Measured[DetectionProtocol])[len(records) :]
     assert [r.value for r in rerun] == [r.value for r in records]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", DESIGNS)
+def test_on_a_gpu(model: str, scenes: Path, tmp_path: Path) -> None:
+    """In bfloat16, with fused norms; what is kept is judged alike by the CPU."""
+    command = ("evaluate", "detect", "scratch:tiny", scenes, "--model", model, *QUICK[:-2])
+    outcome = run_cli(
+        *command, "--device", "cuda", "--precision", "bf16", "--out", tmp_path / "run"
+    )
+    assert_done(outcome)
+    losses = [line["values"]["loss"] for line in metrics(tmp_path / "run") if "values" in line]
+    assert all(map(math.isfinite, losses))
+    assert xmoco.load_detector(tmp_path / "run")([torch.rand(3, 70, 50)])
 
 
 def test_the_mean_and_deviation_of_seeds(scenes: Path) -> None:

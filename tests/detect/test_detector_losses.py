@@ -1,6 +1,7 @@
 """Our losses are torchvision's, where nothing is left to chance; the C4 head is what it says."""
 
 import copy
+import warnings
 from typing import Any
 
 import numpy as np
@@ -127,6 +128,46 @@ def test_losses_and_gradients_are_torchvisions(name: str, truth: list[dict[str, 
     for (part, own), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         assert own.grad is not None, part
         assert_close(own.grad, other.grad, rtol=2e-3, atol=2e-4, msg=lambda m, p=part: f"{p}: {m}")
+
+
+def half_masks(image: Tensor, _box: Tensor, _thing: Tensor, side: int) -> Tensor:
+    return torch.full((len(image), side, side), 0.5, device=image.device)
+
+
+def on_gpu(name: str, truth: list[dict[str, Tensor]]) -> tuple[Any, Tensor, Targets]:
+    images = torch.rand(2, 3, CANVAS, CANVAS, generator=torch.Generator().manual_seed(2))
+    targets = Targets(*(part.cuda() for part in padded(truth)))
+    return detector(name).cuda(), images.cuda(), targets
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DESIGNS)
+def test_a_gpu_finds_the_same_losses(name: str, truth: list[dict[str, Tensor]]) -> None:
+    """With the kernels of suppression among what it does."""
+    masks = half_masks if DESIGNS[name].masks else None
+    model, images, targets = on_gpu(name, truth)
+    expected = detector_losses(detector(name), images.cpu(), padded(truth), masks)
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        found = detector_losses(model, images, targets, masks)
+    for key, value in expected.items():
+        assert_close(found[key].cpu(), value, rtol=1e-2, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", DESIGNS)
+def test_a_gpu_is_waited_for_once_a_step_at_most(name: str, truth: list[dict[str, Tensor]]) -> None:
+    model, images, targets = on_gpu(name, truth)
+    masks = half_masks if DESIGNS[name].masks else None
+    for _ in range(2):  # the first time, libraries set themselves up
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                sum(detector_losses(model, images, targets, masks).values()).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    waits = [warning for warning in told if "synchronizing" in str(warning.message)]
+    assert len(waits) <= DESIGNS[name].two_stages, [str(warning.message) for warning in waits]
 
 
 @pytest.mark.parametrize("low_quality", [True, False])

@@ -172,7 +172,7 @@ def test_sets_are_judged_by_their_own_rules(tmp_path: Path) -> None:
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[tuple[Path, list[xmoco.records.Record]]]:
     """A run folder of a detector that was trained for six steps."""
-    with small_detectors():
+    with small_detectors(report=True):
         records = xmoco.evaluate_detect(
             "scratch:tiny",
             write_scenes(tmp_path / "scenes"),

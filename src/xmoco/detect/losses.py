@@ -240,7 +240,8 @@ def _regions(
     targets: Targets,
     masks: MaskTargets | None,
 ) -> dict[str, Tensor]:
-    levels = levels[: len(heads.box_roi_pool.featmap_names)]
+    # Once for boxes and masks: regions are cut out in float32, channels apart.
+    levels = [m.float().contiguous() for m in levels[: len(heads.box_roi_pool.featmap_names)]]
     canvas = images.shape[-2]
     strides = [round(canvas / level.shape[-2]) for level in levels]
     found = regions_to_learn_from(heads, proposals, there, targets, strides)

@@ -1,8 +1,11 @@
 """Of boxes that overlap much, only the best stay: non-maximum suppression, for whole batches."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torchvision.ops import nms
+
+from xmoco.triton_here import HAS_TRITON
 
 
 def suppressed(boxes: list[Tensor], kept: list[Tensor], threshold: float) -> list[Tensor]:
@@ -10,17 +13,30 @@ def suppressed(boxes: list[Tensor], kept: list[Tensor], threshold: float) -> lis
 
     Groups, and images, know nothing of each other. ``kept`` are those that take part at all.
     """
-    return [
-        _by_torchvision(group, there, threshold) for group, there in zip(boxes, kept, strict=True)
-    ]
+    by_kernels = boxes[0].is_cuda and HAS_TRITON
+    return (_by_kernels if by_kernels else _by_torchvision)(boxes, kept, threshold)
 
 
-def _by_torchvision(boxes: Tensor, kept: Tensor, threshold: float) -> Tensor:
-    images, count = kept.shape
-    rank = torch.arange(count, 0, -1, device=boxes.device, dtype=boxes.dtype)
-    stay = torch.zeros_like(kept)
-    for image in range(images):
-        rows = kept[image].nonzero()[:, 0]
-        best = nms(boxes[image, rows], rank[rows], threshold)
-        stay[image, rows[best]] = True
-    return stay
+def _by_torchvision(boxes: list[Tensor], kept: list[Tensor], threshold: float) -> list[Tensor]:
+    """One image of one group after another; says what is right."""
+    found = []
+    for group, there in zip(boxes, kept, strict=True):
+        rank = torch.arange(there.shape[1], 0, -1, device=group.device, dtype=group.dtype)
+        stay = torch.zeros_like(there)
+        for image, own in enumerate(there):
+            rows = own.nonzero()[:, 0]
+            stay[image, rows[nms(group[image, rows], rank[rows], threshold)]] = True
+        found.append(stay)
+    return found
+
+
+def _by_kernels(boxes: list[Tensor], kept: list[Tensor], threshold: float) -> list[Tensor]:
+    """All at once, where smaller groups are filled up."""
+    from xmoco.detect.suppression_kernel import suppressed_in_groups  # Triton is not everywhere
+
+    counts = [there.shape[1] for there in kept]
+    most = max(counts)
+    filled = torch.cat([F.pad(b, (0, 0, 0, most - n)) for b, n in zip(boxes, counts, strict=True)])
+    there = torch.cat([F.pad(k, (0, most - n)) for k, n in zip(kept, counts, strict=True)])
+    stay = suppressed_in_groups(filled, there, threshold).chunk(len(counts))
+    return [own[:, :count] for own, count in zip(stay, counts, strict=True)]

@@ -58,6 +58,8 @@ def train_detector(
         )
     if course.batch < 2 * fabric.world_size:
         raise UserError("batch norm needs at least two images at once: give a larger --batch.")
+    # The number of regions changes with every step: cuDNN would never be done with trying.
+    torch.backends.cudnn.benchmark = False
     task = DetectorTask(card.model, detector, data, course.sizes, masks)
     training = train_in_folder(
         task,

@@ -1,0 +1,113 @@
+"""The programs in benchmarks/ that measure detectors."""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from scenes import write_scenes
+from small_detectors import build_small, small_detectors
+
+import xmoco.detect.evaluation
+from xmoco.detect.masks import bitmap_of_runs
+from xmoco.detect.sources import open_detection
+from xmoco.records import Measured, SpeedProtocol, read_records
+
+
+@pytest.fixture
+def pedestrians(tmp_path: Path) -> Path:
+    """Five pictures in Penn-Fudan's layout, with two people each."""
+    top = tmp_path / "archive" / "PennFudanPed"
+    for folder in ("JPEGImages", "PedMasks"):
+        (top / folder).mkdir(parents=True)
+    for number in range(5):
+        mask = np.zeros((40, 60), dtype=np.uint8)
+        mask[5:35, 5 + number : 15] = 1
+        mask[10:38, 30:45] = 2
+        Image.fromarray(mask).save(top / "PedMasks" / f"Ped{number}_mask.png")
+        Image.new("RGB", (60, 40), "grey").save(top / "JPEGImages" / f"Ped{number}.jpg")
+    return tmp_path / "archive"
+
+
+def test_penn_fudan_in_cocos_layout(benchmarks: None, pedestrians: Path, tmp_path: Path) -> None:
+    program = importlib.import_module("penn_fudan")
+    train, test = open_detection(
+        program.write_penn_fudan(pedestrians, tmp_path / "coco", held_out=2)
+    )
+    assert (len(train), len(test)) == (3, 2)
+    assert train.categories == ("pedestrian",)
+    number = int(Path(train.images.where(0)).stem[-1])
+    assert train.objects.boxes[:2].tolist() == [[5 + number, 5, 15, 35], [30, 10, 45, 38]]
+    assert train.objects.masks is not None
+    assert bitmap_of_runs(train.objects.masks[1], 40, 60)[10:38, 30:45].all()
+    same = open_detection(program.write_penn_fudan(pedestrians, tmp_path / "few", only=2))
+    assert same[0].digest() == same[1].digest()
+
+
+@pytest.fixture
+def speed(benchmarks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    module = importlib.import_module("detect_speed")
+    monkeypatch.setattr(module, "build_detector", build_small)
+    with small_detectors():
+        yield module
+
+
+def test_both_loops_are_timed_and_judged(
+    speed: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, results = write_scenes(tmp_path / "scenes"), tmp_path / "results"
+    arguments = "--weights scratch:tiny --batch 2 --size 64 --steps 1 --rounds 2 --ap-steps 2"
+    arguments += f" --device cpu --workers 0 --data {data} --results {results}"
+    monkeypatch.setattr(sys, "argv", ["detect_speed.py", *arguments.split()])
+    speed.main()
+    file = results / "detect-speed.jsonl"
+    speeds = read_records(file, Measured[SpeedProtocol], ["detect_images_per_second"])
+    assert [record.subject for record in speeds] == ["xmoco", "torchvision"]
+    ours, theirs = speeds
+    assert ours.protocol.times_baseline == pytest.approx(ours.value / theirs.value, abs=0.01)
+    judged = {
+        (record.subject, record.measure)
+        for record in read_records(file, Measured[dict[str, Any]])
+        if record.unit == "%"
+    }
+    assert len(judged) == 2 * 2 * 3  # of two participants, boxes and masks, three measures
+
+
+def test_what_has_its_records_is_not_done_again(
+    benchmarks: None, pedestrians: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = importlib.import_module("detect")
+    real, asked = xmoco.detect.evaluation.evaluate_detect, []
+
+    def evaluate(*given: Any, **named: Any) -> Any:
+        asked.append((given[0], named["model"], *named["seeds"]))
+        return real(*given, **named)
+
+    monkeypatch.setattr(program, "evaluate_detect", evaluate)
+    arguments = f"compare scratch:tiny --penn-fudan {pedestrians} --penn-fudan-steps 2 --seeds 0 1"
+    arguments += f" --penn-fudan-size 64 --precision fp32 --device cpu --out {tmp_path / 'runs'}"
+    monkeypatch.setattr("penn_fudan.HELD_OUT", 2)
+    monkeypatch.setattr(program.write_penn_fudan, "__defaults__", (2, None))
+    monkeypatch.setattr(
+        sys, "argv", ["detect.py", "--results", str(tmp_path / "results"), *arguments.split()]
+    )
+    with small_detectors():
+        program.main()
+        assert asked == [("scratch:tiny", "mask-rcnn-fpn", seed) for seed in (0, 1)]
+        program.main()
+    assert len(asked) == 2
+    lines = (tmp_path / "results" / "detect.jsonl").read_text().splitlines()
+    assert {json.loads(line)["seed"] for line in lines} == {0, 1}
+
+
+def test_how_far_above_scratch(benchmarks: None) -> None:
+    program = importlib.import_module("detect")
+    assert program._above([30.0], [20.0]) == "+10.0"
+    assert program._above([30.0, 32.0], [20.0, 22.0]) == "+10.0 (7.1 deviations)"
+    assert program._above([20.0], []) == ""
