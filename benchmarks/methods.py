@@ -91,7 +91,10 @@ def identity(method: str, recipe: str) -> dict[str, Any]:
 
 
 def known(path: Path, recipe: str) -> dict[str, tuple[float, float]]:
-    """kNN of methods with today's settings, before and after training."""
+    """kNN of methods with today's settings, before and after training.
+
+    Settings that a method did not have then are at their defaults, which change nothing.
+    """
     if not path.exists():
         return {}
     found: dict[str, tuple[float, float]] = {}
@@ -99,7 +102,7 @@ def known(path: Path, recipe: str) -> dict[str, tuple[float, float]]:
     for record in (line.entry for line in read_lines(path)):
         if record["subject"] == UNTRAINED:
             before = record["value"]
-        elif record["protocol"]["method"] == identity(record["subject"], recipe):
+        elif record["protocol"]["method"].items() <= identity(record["subject"], recipe).items():
             found[record["subject"]] = (before, record["value"])
     return found
 

@@ -165,6 +165,18 @@ def test_a_graph_takes_the_steps_of_plain_ones(
             assert torch.equal(graphed.task.state_dict()[name], value), name
 
 
+def test_what_may_not_be_recorded_takes_plain_steps(made: Callable[..., Training]) -> None:
+    """UOTA inverts a matrix at every step; it begins when others are recorded already."""
+    share = (WARM_UP + 2) / (3 * PER_EPOCH)
+    training = made(f"{SWAV.replace('swav', 'uota')} local_crops=2 outliers_from={share}")
+    before = weights(training)
+    with closing(training.batches.from_step(0)) as stream:
+        losses = torch.stack([training.advance(stream).loss for _ in range(STEPS)])
+    assert losses.isfinite().all()
+    assert not is_graphed(training)
+    assert all((weights(training)[part] - start).norm() > 0 for part, start in before.items())
+
+
 def test_xmoco_without_its_ideas_is_mocov2plus(made: Callable[..., Training]) -> None:
     """What is left between two such runs is rounding, which training makes grow."""
     ours = made(f"{BANKS} label_weight=0 consistency_weight=0")

@@ -33,6 +33,12 @@ def test_methods_are_trained_one_by_one_and_only_once(
     table = capsys.readouterr().out.rpartition("kNN top-1")[2]
     assert "byol" in table
     assert "swav" in table
+    # What was recorded before a setting came is known still.
+    file = Path("methods.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    del lines[3]["protocol"]["method"]["local_size"]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert len(train("swav")) == 4
     # With other settings it is another run.
     program.SETTINGS["byol"] = "predictor_hidden=24"
     assert train("byol")[4:] == ["untrained", "byol"]

@@ -47,11 +47,18 @@ def test_a_plan_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert "steps will take about" in said
 
 
-def test_weak_views_are_called_so(capsys: pytest.CaptureFixture[str]) -> None:
-    show_plan("demo", overrides=["device=cpu", "weak_keys=true"])
-    assert (
-        "random views of an image: 2 of 32 px and 2 weak ones of 32 px" in capsys.readouterr().out
-    )
+@pytest.mark.parametrize(
+    ("setting", "views"),
+    [
+        ("weak_keys=true", "2 of 32 px and 2 weak ones of 32 px"),
+        ("method=ressl", "1 of 32 px and 1 weak one of 32 px"),
+    ],
+)
+def test_weak_views_are_called_so(
+    setting: str, views: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_plan("demo", overrides=["device=cpu", setting])
+    assert f"random views of an image: {views}\n" in capsys.readouterr().out
 
 
 def test_auto_takes_a_method_without_banks(tmp_path: Path) -> None:

@@ -221,4 +221,6 @@ def about(
 
 
 def _kind(group: ViewGroup) -> str:
-    return " weak ones" if isinstance(group.augmentation, WeakAugmentationConfig) else ""
+    if not isinstance(group.augmentation, WeakAugmentationConfig):
+        return ""
+    return " weak one" if group.count == 1 else " weak ones"

@@ -9,7 +9,7 @@ from xmoco.config import AlignUniformConfig, Config
 from xmoco.losses.byol import prediction_loss
 from xmoco.losses.metrics import feature_metrics
 from xmoco.losses.uniformity import uniformity
-from xmoco.methods.base import DirectedMethod
+from xmoco.methods.base import DirectedMethod, named
 from xmoco.task import StepOutput, Values
 
 
@@ -34,7 +34,7 @@ class AlignUniform(DirectedMethod):
         loss = loss + self.settings.uniform_weight * torch.stack(crowding).sum()
         if self.training:
             self.banks.enqueue(*keys)
-        terms = self.named("alignment", distances) | self.named("uniformity", crowding)
+        terms = named("alignment", distances) | named("uniformity", crowding)
         return StepOutput(loss, terms, feature_metrics(queries[0]) if with_metrics else {})
 
     def reference_levels(self) -> dict[str, float]:

@@ -30,6 +30,13 @@ from xmoco.task import Moment, StepOutput, Task, Values
 SIDES = ("source", "target")
 
 
+def named(term: str, values: Sequence[Tensor]) -> dict[str, Tensor]:
+    """A term by its name and, of both directions, side."""
+    if len(values) == 1:
+        return {term: values[0]}
+    return {f"{term}_{side}": value for side, value in zip(SIDES, values, strict=True)}
+
+
 class Method(Task):
     """A way to learn from views of images without labels. ``encoder.backbone`` is what is kept."""
 
@@ -160,13 +167,6 @@ class BankMethod(MomentumMethod):
         if len(contrasts) == 2:
             metrics |= similarity_metrics(*(P.log_p for P in contrasts))
         return metrics
-
-    @staticmethod
-    def named(term: str, values: Sequence[Tensor]) -> dict[str, Tensor]:
-        """A term by its name and, of both directions, side."""
-        if len(values) == 1:
-            return {term: values[0]}
-        return {f"{term}_{side}": value for side, value in zip(SIDES, values, strict=True)}
 
     def reference_levels(self) -> dict[str, float]:
         """The cross entropy of a guess among the positive and the keys of a bank."""

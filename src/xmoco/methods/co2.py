@@ -7,8 +7,8 @@ from torch import Tensor
 
 from xmoco.config import CO2Config, Config
 from xmoco.losses.co2 import disagreement
-from xmoco.methods.base import DirectedMethod
-from xmoco.methods.ideas import build_ideas, ideas_schedules
+from xmoco.methods.base import DirectedMethod, named
+from xmoco.methods.ideas import build_ideas, compared, ideas_schedules
 from xmoco.schedules import Schedule, scaled, warmed_up
 from xmoco.task import StepOutput, Values
 
@@ -37,18 +37,13 @@ class CO2(DirectedMethod):
     ) -> StepOutput:
         queries, keys = self.contrasted(views)
         contrasts = self.contrasts(queries, keys, self.settings.temperature)
-        if self.ideas is None:
-            positives = [P.infonce() for P in contrasts]
-            loss, terms = torch.stack(positives).sum(), self.named("contrast", positives)
-        else:
-            P_s, P_t = contrasts
-            loss, terms = self.ideas.compare(P_s, P_t, at["consistency_weight"])
+        loss, terms = compared(self.ideas, contrasts, at)
         negatives = [disagreement(P, self.settings.agreement_temperature) for P in contrasts]
         loss = loss + scaled(torch.stack(negatives).sum(), at["agreement_weight"])
         if self.training:
             self.banks.enqueue(*keys)
         return StepOutput(
             loss,
-            terms | self.named("agreement", negatives),
+            terms | named("agreement", negatives),
             self.metrics(contrasts) if with_metrics else {},
         )

@@ -1,11 +1,17 @@
 """XMoCo's two ideas in other methods: none of it unless their settings ask for it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from xmoco.config import BankIdeasConfig, ConsistencyConfig, IdeasConfig
+from xmoco.losses.contrast import Contrast
 from xmoco.losses.cross_similarity import CrossSimilarity
 from xmoco.losses.soft_labels import weighted_soft_labels
+from xmoco.methods.base import named
 from xmoco.schedules import Schedule, warmed_up
+from xmoco.task import Values
 
 
 def build_ideas(
@@ -25,6 +31,17 @@ def build_ideas(
         settings.history if isinstance(settings, BankIdeasConfig) else "none",
     )
     return CrossSimilarity(labels, settings.consistency_weight)
+
+
+def compared(
+    ideas: CrossSimilarity | None, contrasts: Sequence[Contrast], at: Values
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss and its terms: InfoNCE of every direction, or what the ideas make of both."""
+    if ideas is None:
+        losses = [P.infonce() for P in contrasts]
+        return torch.stack(losses).sum(), named("contrast", losses)
+    P_s, P_t = contrasts
+    return ideas.compare(P_s, P_t, at["consistency_weight"])
 
 
 def ideas_schedules(settings: ConsistencyConfig) -> Mapping[str, Schedule]:

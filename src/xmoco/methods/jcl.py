@@ -9,8 +9,8 @@ from xmoco.config import Config, JCLConfig
 from xmoco.data.views import ViewGroup
 from xmoco.losses.bank import KeyBank
 from xmoco.losses.jcl import gaussian_contrast
-from xmoco.methods.base import BankMethod
-from xmoco.methods.ideas import build_ideas, ideas_schedules
+from xmoco.methods.base import BankMethod, named
+from xmoco.methods.ideas import build_ideas, compared, ideas_schedules
 from xmoco.schedules import LinearToTheEnd, Schedule
 from xmoco.task import StepOutput, Values
 
@@ -60,16 +60,11 @@ class JCL(BankMethod):
             for q in queries
         ]
         contrasts, penalties = [P for P, _ in found], [penalty for _, penalty in found]
-        if self.ideas is None:
-            positives = [P.infonce() for P in contrasts]
-            loss, terms = torch.stack(positives).sum(), self.named("contrast", positives)
-        else:
-            P_s, P_t = contrasts
-            loss, terms = self.ideas.compare(P_s, P_t, at["consistency_weight"])
+        loss, terms = compared(self.ideas, contrasts, at)
         if self.training:
             self.bank.enqueue(torch.stack(keys).mean(dim=0))
         return StepOutput(
             loss + torch.stack(penalties).sum(),
-            terms | self.named("spread", penalties),
+            terms | named("spread", penalties),
             self.metrics(contrasts) if with_metrics else {},
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 from xmoco.config import Config, ReSSLConfig
 from xmoco.losses.metrics import feature_metrics
 from xmoco.losses.ressl import relational_loss
-from xmoco.methods.base import DirectedMethod
+from xmoco.methods.base import DirectedMethod, named
 from xmoco.task import StepOutput, Values
 
 
@@ -36,7 +36,7 @@ class ReSSL(DirectedMethod):
         if self.training:
             self.banks.enqueue(*keys)
         metrics = feature_metrics(queries[0]) if with_metrics else {}
-        terms = self.named("relations", losses) if len(losses) > 1 else {}
+        terms = named("relations", losses) if len(losses) > 1 else {}
         return StepOutput(torch.stack(losses).sum(), terms, metrics)
 
     def reference_levels(self) -> dict[str, float]:

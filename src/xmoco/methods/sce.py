@@ -8,7 +8,7 @@ from torch import Tensor
 from xmoco.config import Config, SCEConfig
 from xmoco.losses.consistency import consistency
 from xmoco.losses.sce import soft_contrast
-from xmoco.methods.base import DirectedMethod
+from xmoco.methods.base import DirectedMethod, named
 from xmoco.methods.ideas import ideas_schedules
 from xmoco.schedules import Schedule, scaled
 from xmoco.task import StepOutput, Values
@@ -39,7 +39,7 @@ class SCE(DirectedMethod):
             for P in contrasts
         ]
         loss = torch.stack(losses).sum()
-        terms = self.named("labels", losses) if len(losses) > 1 else {}
+        terms = named("labels", losses) if len(losses) > 1 else {}
         if self.settings.consistency_weight:  # XMoCo's, in both directions
             P_s, P_t = contrasts
             agreement = consistency(P_s, P_t, P_s, P_t)
