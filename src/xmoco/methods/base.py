@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -76,8 +76,26 @@ class Method(Task):
         """All that ``run`` is asked to run."""
         return [self.encoder]
 
+    def meeting(self, views: Sequence[Tensor]) -> "Meeting | None":
+        """Of methods whose queries meet keys: those of some images, for whoever wants to look.
+
+        Networks are taken in the mode they are in, in this process alone.
+        """
+        return None
+
     def optimize_for(self, device: torch.device) -> None:
         self.run.optimize_for(device, *self.networks())
+
+
+class Meeting(NamedTuple):
+    """Unit-length queries and keys of the same images, one of each for every side."""
+
+    queries: list[Tensor]
+    keys: list[Tensor]
+    temperature: float
+    soft_labels: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    """Of methods that make labels: how these images share out the labels' mass among each other,
+    (N, N), by the queries of a side, its keys, and the keys that it meets."""
 
 
 class MomentumMethod(Method):
@@ -114,6 +132,8 @@ class BankMethod(MomentumMethod):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         assert isinstance(config.method, BankConfig)
+        # Of methods that choose among keys; others say themselves.
+        self.temperature = getattr(config.method, "temperature", 1.0)
         size, hidden = config.model.feature_size, config.method.predictor_hidden
         self.predictor = mlp_head(size, hidden, size, layers=2) if hidden else None
         if self.predictor is not None:
@@ -167,6 +187,14 @@ class BankMethod(MomentumMethod):
         if len(values) == 1:
             return {term: values[0]}
         return {f"{term}_{side}": value for side, value in zip(SIDES, values, strict=True)}
+
+    def meeting(self, views: Sequence[Tensor]) -> Meeting | None:
+        sides = len(self.banks.sides)
+        queries = [self.encoder(view) for view in views[:sides]]
+        keys = [self.momentum_encoder(view) for view in views[-sides:]]
+        if self.predictor is not None:
+            queries = [F.normalize(self.predictor(query).float(), dim=1) for query in queries]
+        return Meeting(queries, keys, self.temperature)
 
     def reference_levels(self) -> dict[str, float]:
         """The cross entropy of a guess among the positive and the keys of a bank."""
