@@ -204,6 +204,8 @@ def test_labels_are_told_by_whoever_teaches() -> None:
         (("method=ressl",), 1, False),
         (("method=sce", "symmetric=true"), 2, False),
         (("method=co2",), 1, False),
+        (("method=co2", "symmetric=true", "label_weight=1"), 2, True),
+        (("method=mocov2plus", "label_weight=1"), 2, True),
     ],
 )
 def test_any_method_with_banks_can_be_looked_at(
@@ -219,8 +221,18 @@ def test_any_method_with_banks_can_be_looked_at(
         assert math.isfinite(value)
 
 
-@pytest.mark.parametrize("method", ["simclr", "byol", "swav", "vicreg"])
-def test_methods_without_banks_are_not(method: str) -> None:
+@pytest.mark.parametrize("changes", [(), ("label_weight=1", "positive_mass=0.5")])
+def test_negatives_in_the_batch_can_be_looked_at(changes: tuple[str, ...]) -> None:
+    config = configured("method=simclr", *changes)
+    look = similarities(config).look(built(config))
+    assert look is not None
+    assert look.target is not None
+    assert_close(look.target, look.source.T)
+    assert (look.labels is not None) == bool(changes)
+
+
+@pytest.mark.parametrize("method", ["byol", "swav", "vicreg", "msf"])
+def test_methods_without_negatives_are_not(method: str) -> None:
     config = configured(f"method={method}")
     looking = similarities(config)
     assert looking.look(built(config)) is None

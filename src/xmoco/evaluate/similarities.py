@@ -104,16 +104,16 @@ class Similarities:
             [torch.cat(side).float() for side in zip(*sides, strict=True)]
             for sides in ([part.queries for part in parts], [part.keys for part in parts])
         )
+        temperature, compared_by = parts[0].temperature, parts[0].compared_by
         q_s, k_s, k_t = queries[0], keys[0], keys[-1]
         source = q_s @ k_t.T
         itself = torch.eye(len(source), dtype=torch.bool, device=source.device)
-        logits = (source / parts[0].temperature).masked_fill(itself, -torch.inf)
-        soft_labels = parts[0].soft_labels
+        logits = (source / temperature).masked_fill(itself, -torch.inf)
         return Look(
             source,
             queries[1] @ k_s.T if len(queries) == 2 else None,
             logits.softmax(dim=1),
-            None if soft_labels is None else soft_labels(q_s, k_s, k_t),
+            compared_by and compared_by.labels_among(q_s, k_s, k_t, temperature),
             torch.cat(labels) if one_class else None,
         )
 

@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from xmoco.data.streaming import Batch
 from xmoco.data.views import ViewGroup, views_of
 from xmoco.losses.bank import KeyBank, KeyBanks, Ring
 from xmoco.losses.contrast import Contrast, contrast
+from xmoco.losses.cross_similarity import CrossSimilarity
 from xmoco.losses.metrics import feature_metrics, similarity_metrics
 from xmoco.nn.encoder import Encoder, build_encoder, momentum_copy, momentum_update
 from xmoco.nn.encoding import EncoderRunner
@@ -93,9 +94,8 @@ class Meeting(NamedTuple):
     queries: list[Tensor]
     keys: list[Tensor]
     temperature: float
-    soft_labels: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-    """Of methods that make labels: how these images share out the labels' mass among each other,
-    (N, N), by the queries of a side, its keys, and the keys that it meets."""
+    compared_by: CrossSimilarity | None = None
+    """What makes soft labels of them, if XMoCo's ideas are in the method."""
 
 
 class MomentumMethod(Method):
@@ -194,7 +194,11 @@ class BankMethod(MomentumMethod):
         keys = [self.momentum_encoder(view) for view in views[-sides:]]
         if self.predictor is not None:
             queries = [F.normalize(self.predictor(query).float(), dim=1) for query in queries]
-        return Meeting(queries, keys, self.temperature)
+        return Meeting(queries, keys, self.temperature, self.compared_by())
+
+    def compared_by(self) -> CrossSimilarity | None:
+        """What compares both sides, if XMoCo's ideas do."""
+        return None
 
     def reference_levels(self) -> dict[str, float]:
         """The cross entropy of a guess among the positive and the keys of a bank."""

@@ -12,8 +12,9 @@ from xmoco.config import Config, TwoBanksConfig
 from xmoco.losses import XMoCoLoss
 from xmoco.losses.bank import KeyBanks
 from xmoco.losses.contrast import Contrast
+from xmoco.losses.cross_similarity import CrossSimilarity
 from xmoco.losses.metrics import feature_metrics, label_metrics, similarity_metrics
-from xmoco.methods.base import BankMethod, Meeting
+from xmoco.methods.base import BankMethod
 from xmoco.nn.encoder import momentum_update
 from xmoco.schedules import Schedule, warmed_up
 from xmoco.task import StepOutput, Values
@@ -77,16 +78,8 @@ class XMoCo(BankMethod):
         # The optimiser has moved f: g ← m·g + (1−m)·f.
         momentum_update(self.momentum_encoder, self.encoder, at["key_momentum"])
 
-    def meeting(self, views: Sequence[Tensor]) -> Meeting | None:
-        found, labels = super().meeting(views), self.loss.soft_labels
-        if found is None or labels is None or labels.positive_mass == 1:
-            return found
-
-        def among(q_s: Tensor, k_s: Tensor, k_t: Tensor) -> Tensor:
-            told = k_s if self.loss.teacher == "keys" else q_s
-            return labels.among(told, k_t, self.temperature)
-
-        return found._replace(soft_labels=among)
+    def compared_by(self) -> CrossSimilarity:
+        return self.loss
 
     @staticmethod
     def _metrics(

@@ -86,7 +86,7 @@ def write_report(
             "a dotted frame is another; training never saw them.",
             neighbours_png,
         ),
-        _sheet(
+        sheet(
             "Negatives",
             "Each query and, of some other training images that are its negatives here, those with "
             "the largest soft labels or, of a method that makes none, the largest similarities; "
