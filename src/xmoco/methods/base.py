@@ -132,8 +132,8 @@ class BankMethod(MomentumMethod):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         assert isinstance(config.method, BankConfig)
-        # Of methods that choose among keys; others say themselves.
-        self.temperature = getattr(config.method, "temperature", 1.0)
+        # Of the softmax over keys. A method without one says what comes nearest to it.
+        self.temperature: float = getattr(config.method, "temperature", 1.0)
         size, hidden = config.model.feature_size, config.method.predictor_hidden
         self.predictor = mlp_head(size, hidden, size, layers=2) if hidden else None
         if self.predictor is not None:

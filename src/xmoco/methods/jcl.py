@@ -8,6 +8,7 @@ from torch import Tensor
 from xmoco.config import Config, JCLConfig
 from xmoco.data.views import ViewGroup
 from xmoco.losses.bank import KeyBank
+from xmoco.losses.cross_similarity import CrossSimilarity
 from xmoco.losses.jcl import gaussian_contrast
 from xmoco.methods.base import BankMethod
 from xmoco.methods.ideas import build_ideas, ideas_schedules
@@ -73,3 +74,6 @@ class JCL(BankMethod):
             terms | self.named("spread", penalties),
             self.metrics(contrasts) if with_metrics else {},
         )
+
+    def compared_by(self) -> CrossSimilarity | None:
+        return self.ideas
