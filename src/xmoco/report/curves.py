@@ -325,7 +325,7 @@ def claims_png(histories: Mapping[str, History]) -> bytes | None:
     found = claim_panels(histories)
     if not found:
         return None
-    figure = _figure(1.2 * WIDTH * len(found), 1.2 * HEIGHT, LIGHT)
+    figure = _figure(1.2 * WIDTH * len(found), 1.5 * HEIGHT, LIGHT)
     figure.set_layout_engine("constrained")
     for index, panel in enumerate(found):
         draw_panel(figure.add_subplot(1, len(found), index + 1), panel, LIGHT)
