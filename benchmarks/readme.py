@@ -1,7 +1,7 @@
 """Write what no hand should: the tables of README.md and of the pages in docs/, and the picture.
 
     python benchmarks/readme.py                       # the tables, from recipes and records
-    python benchmarks/readme.py --picture runs/demo   # also docs/demo.png, from a run of the demo
+    python benchmarks/readme.py --picture runs/demo   # also the pictures, from a run of the demo
 
 A part of a page stands between ``<!-- name:begin -->`` and ``<!-- name:end -->``; the rest is left
 alone. A test fails when a table no longer agrees with what it is made from.
@@ -48,13 +48,13 @@ from xmoco.evaluate.features import backbone_features
 from xmoco.evaluate.knn import nearest_neighbours
 from xmoco.methods import method_class
 from xmoco.report.circumstances import markdown_table
-from xmoco.report.curves import LIGHT, Panel, draw_panel, read_history
+from xmoco.report.curves import LIGHT, Panel, claims_png, draw_panel, read_history
 from xmoco.report.sheets import WRONG
 from xmoco.settings import load_config, recipe_names
 from xmoco.tables.definition import read_table, table_names
 from xmoco.train.run_folder import RunFolder
 
-PICTURE = ROOT / "docs" / "demo.png"
+DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 NEIGHBOURS = 8
 GAP = 0.06  # around a picture, as a share of its cell
@@ -69,9 +69,10 @@ def main() -> None:
         page.write_text(up_to_date(text, page), encoding="utf-8")
     print(f"wrote the tables of {', '.join(str(page.relative_to(ROOT)) for page in pages())}")
     if options.picture is not None:
-        PICTURE.parent.mkdir(exist_ok=True)
-        PICTURE.write_bytes(demo_picture(options.picture))
-        print(f"wrote {PICTURE}, {PICTURE.stat().st_size / 1000:.0f} kB")
+        for name, draw in PICTURES.items():
+            picture = of_few_colours(draw(options.picture))
+            (DOCS / name).write_bytes(picture)
+            print(f"wrote {DOCS / name}, {len(picture) / 1000:.0f} kB")
 
 
 def pages() -> list[Path]:
@@ -160,9 +161,28 @@ def demo_picture(runs: Path) -> bytes:
     draw_neighbours(right, runs / "xmoco")
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=120, facecolor=figure.get_facecolor())
-    # 256 colours are enough for it, and take a third of the space.
+    return picture.getvalue()
+
+
+def similarities_picture(runs: Path) -> bytes:
+    """What XMoCo and MoCo v2+ make of negatives."""
+    histories = {NAMES[method]: read_history(runs / method) for method in ("xmoco", "mocov2plus")}
+    picture = claims_png(histories)
+    assert picture is not None
+    return picture
+
+
+PICTURES: dict[str, Callable[[Path], bytes]] = {
+    "demo.png": demo_picture,
+    "similarities.png": similarities_picture,
+}
+
+
+def of_few_colours(picture: bytes) -> bytes:
+    """256 are enough for them, and take a third of the space."""
     small = io.BytesIO()
-    Image.open(picture).convert("RGB").quantize(256).save(small, format="png", optimize=True)
+    drawn = Image.open(io.BytesIO(picture)).convert("RGB")
+    drawn.quantize(256).save(small, format="png", optimize=True)
     return small.getvalue()
 
 

@@ -73,7 +73,7 @@ def read_records(metrics: Path, seconds: float) -> list[Record]:
     known = {field.name for field in dataclasses.fields(Record)}
     records = []
     for line in lines:
-        if "measure" in line:
+        if line.get("measure") == "knn_top1":
             record = Record(**{name: value for name, value in line.items() if name in known})
             record.protocol["run_seconds"] = round(seconds, 1)
             record.protocol["images_per_second"] = round(speeds[len(speeds) // 2])

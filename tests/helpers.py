@@ -105,6 +105,7 @@ def leave_pictures_out() -> None:
 
     pretraining.picture_views = lambda *_: None
     pretraining.picture_neighbours = lambda *_: None
+    pretraining.picture_negatives = lambda *_: None
     pretraining.write_report = _write_plain_report
 
 
@@ -118,7 +119,7 @@ def no_pictures() -> Iterator[None]:
     """As ``leave_pictures_out``, for a while."""
     from xmoco import pretraining
 
-    names = ("picture_views", "picture_neighbours", "write_report")
+    names = ("picture_views", "picture_neighbours", "picture_negatives", "write_report")
     before = {name: getattr(pretraining, name) for name in names}
     leave_pictures_out()
     try:
@@ -251,7 +252,9 @@ def logged_steps(run: Path) -> list[int]:
 def knn_records(run: Path) -> list[tuple[str, int]]:
     """Subject and epoch of every kNN record."""
     return [
-        (line["subject"], line["protocol"]["epoch"]) for line in metrics(run) if "measure" in line
+        (line["subject"], line["protocol"]["epoch"])
+        for line in metrics(run)
+        if line.get("measure") == "knn_top1"
     ]
 
 

@@ -100,7 +100,7 @@ def pretrain(*arguments: str | Path) -> Outcome:
         (["--recipe", "imagenet"], ["say with --data where", "not in 'data/imagenet'"]),
         (["method=moco"], ["unknown method 'moco'", "xmoco, mocov2plus"]),
         (["epochs=ten"], ["train.epochs = 'ten'"]),
-        (["method=mocov2plus", "sharpness=2.0"], ["mocov2plus has no setting sharpness"]),
+        (["method=byol", "sharpness=2.0"], ["byol has no setting sharpness"]),
         (["batch=129"], ["128 images", "batch of 129", "largest batch possible is 128"]),
         (["batch=18", "accumulate=4"], ["batch of 18 cannot be shared equally by 4 parts"]),
         (["batch_norm=shuffled"], ["batch_norm=split"]),

@@ -32,6 +32,8 @@ def assert_tells_all(outcome: Outcome, folder: str) -> None:
     assert table.count(" % ") == 4
     assert f"weights  {folder}/xmoco/backbone.safetensors" in table
     assert f"report   {folder}/xmoco/report.html" in table
+    assert f"picture  {folder}/similarities.png" in table
+    assert Path(folder, "similarities.png").read_bytes().startswith(b"\x89PNG")
     assert f"xmoco evaluate knn {folder}/xmoco patterns" in table
     assert "xmoco pretrain --recipe demo --data" in table
 

@@ -135,8 +135,7 @@ def test_values_have_terms_pace_and_metrics(finished: tuple[Path, Outcome]) -> N
 def test_knn_records_name_their_protocol(finished: tuple[Path, Outcome]) -> None:
     run, _ = finished
     assert knn_records(run) == [("raw pixels", 0), ("untrained", 0), ("xmoco", 1), ("xmoco", 2)]
-    for record in (line for line in metrics(run) if "measure" in line):
-        assert record["measure"] == "knn_top1"
+    for record in (line for line in metrics(run) if line.get("measure") == "knn_top1"):
         assert record["unit"] == "%"
         assert 0 <= record["value"] <= 100
         assert record["work"] == "gratings-tiny-2ep"
@@ -155,9 +154,30 @@ def test_knn_records_name_their_protocol(finished: tuple[Path, Outcome]) -> None
         }
 
 
+def test_what_it_makes_of_negatives_is_recorded(finished: tuple[Path, Outcome]) -> None:
+    run, _ = finished
+    records = [line for line in metrics(run) if line.get("measure", "").startswith("similar")]
+    assert [(r["measure"], r["protocol"]["epoch"], r["protocol"]["step"]) for r in records] == [
+        (measure, epoch, step)
+        for epoch, step in ((0, 0), (2, 16))  # few images: not after every epoch
+        for measure in (
+            "similarity_gap",
+            "similarity_gap_unrelated",
+            "similarity_evenness",
+            "similar_of_own_class",
+        )
+    ]
+    for record in records:
+        assert (record["subject"], record["work"]) == ("xmoco", "gratings-tiny-2ep")
+        assert record["protocol"]["images"] == 48
+        assert record["protocol"]["temperature"] == 0.2
+
+
 def test_the_report_opens_by_itself(finished: tuple[Path, Outcome]) -> None:
     html = (finished[0] / "report.html").read_text()
     assert html.count("data:image/") >= 3  # curves, views, neighbours
+    assert "<h2>Negatives</h2>" in html
+    assert "|S(q_s, m_t) − S(q_t, m_s)| over epochs" in html
     assert not re.findall(r"(?:src|href)=[\"'](?!data:|#)", html)
 
 
@@ -223,7 +243,7 @@ def test_the_size_to_be_judged_at_goes_from_the_recipe_into_the_weights(tmp_path
     result = xmoco.pretrain(recipe, out=tmp_path / "run")
     log = (result.folder / "train.log").read_text()
     assert "random views of an image: 2 of 16 px, judged by central ones of 24 px\n" in log
-    records = [line for line in metrics(result.folder) if "measure" in line]
+    records = [line for line in metrics(result.folder) if line.get("measure") == "knn_top1"]
     assert {record["protocol"]["size"] for record in records} == {24}
     (judged,) = xmoco.evaluate_knn(result.folder, few, ks=(records[-1]["protocol"]["k"],))
     assert (judged.protocol["size"], judged.value) == (24, pytest.approx(records[-1]["value"]))
@@ -242,7 +262,8 @@ def test_evaluate_knn_prints_and_appends_records(
         assert_done(outcome)
     records = [json.loads(line) for line in file.read_text().splitlines()]
     assert [record["protocol"]["k"] for record in records] == [5, 9, 5, 9]
-    monitored = [line for line in metrics(run) if line.get("subject") == "xmoco"][-1]
+    knn = [line for line in metrics(run) if line.get("measure") == "knn_top1"]
+    monitored = [line for line in knn if line["subject"] == "xmoco"][-1]
     assert records[0]["value"] == monitored["value"]
     assert (records[0]["work"], monitored["work"]) == ("gratings-tiny", "gratings-tiny-2ep")
     assert records[0]["subject"] == "xmoco"
@@ -330,7 +351,7 @@ def test_a_test_split_is_judged_by_the_training_split(tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path / "fast.yaml", tmp_path / "set", train={"epochs": 1})
     run = tmp_path / "run"
     assert_done(run_cli("pretrain", "--recipe", recipe, "--out", run, "knn_images=16"))
-    protocols = [line["protocol"] for line in metrics(run) if "measure" in line]
+    protocols = [line["protocol"] for line in metrics(run) if line.get("measure") == "knn_top1"]
     assert len(protocols) == 3
     for protocol in protocols:
         assert protocol["split"] == "test"

@@ -345,8 +345,9 @@ def test_no_page_names_a_folder_of_the_machine_it_was_written_on() -> None:
         assert not re.search(r"(?<![\w.~-])/(home|root|work|tmp|mnt)/", text), name
 
 
-def test_the_picture_is_small() -> None:
-    assert (ROOT / "docs" / "demo.png").stat().st_size < 300_000
+def test_pictures_are_small(generator: ModuleType) -> None:
+    for name in generator.PICTURES:
+        assert (ROOT / "docs" / name).stat().st_size < 300_000
 
 
 def test_names_of_sets_are_those_there_are() -> None:

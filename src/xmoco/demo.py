@@ -6,7 +6,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from xmoco.files import write_whole
 from xmoco.pretraining import pretrain
+from xmoco.report.curves import claims_png, read_history
 
 NAMES = {
     "raw pixels": "raw pixels",
@@ -28,6 +30,12 @@ def run_demo(out: Path | None = None) -> dict[str, float]:
     console.print()
     ours = pretrain("demo", out=folder / "xmoco")
     accuracy = baseline.knn | ours.knn
+    histories = {
+        NAMES["xmoco"]: read_history(ours.folder),
+        NAMES["mocov2plus"]: read_history(baseline.folder),
+    }
+    if (picture := claims_png(histories)) is not None:
+        write_whole(folder / "similarities.png", picture)
 
     console.print("\nkNN accuracy on unseen patterns of ten families, from features of …")
     table = Table(show_header=False)
@@ -41,7 +49,8 @@ def run_demo(out: Path | None = None) -> dict[str, float]:
         f"trained {baseline.seconds + ours.seconds:.0f} s in all "
         f"(MoCo v2+ {baseline.seconds:.0f} s, XMoCo {ours.seconds:.0f} s)\n\n"
         f"weights  {ours.weights}\n"
-        f"report   {ours.report}\n\n"
+        f"report   {ours.report}\n"
+        f"picture  {folder / 'similarities.png'}, of what both make of negatives\n\n"
         "What to try next:\n"
         f"  xmoco evaluate knn {ours.folder} patterns\n"
         "  xmoco pretrain --recipe demo --data FOLDER_OF_YOUR_IMAGES --out runs/mine\n"

@@ -22,6 +22,7 @@ from xmoco.data.sources import source_name
 from xmoco.data.subset import at_most
 from xmoco.errors import UserError
 from xmoco.evaluate.monitor import Monitor
+from xmoco.evaluate.similarities import Similarities
 from xmoco.methods import Method, build_method
 from xmoco.nn.weights import BackboneCard, load_backbone, read_card, save_backbone
 from xmoco.planning import (
@@ -35,7 +36,7 @@ from xmoco.planning import (
     with_full_paths,
 )
 from xmoco.report.page import write_report
-from xmoco.report.pictures import picture_neighbours, picture_views
+from xmoco.report.pictures import picture_negatives, picture_neighbours, picture_views
 from xmoco.run_logger import Judge, RunLogger
 from xmoco.schedules import WarmupCosine
 from xmoco.settings import config_yaml, differences
@@ -360,6 +361,9 @@ def _finish(config: Config, training: Training, method: Method, monitor: Monitor
         run.path,
         views_png=picture_views(monitor.train, method.views, config.train.seed, monitor.device),
         neighbours_png=picture_neighbours(monitor, backbone),
+        negatives_png=picture_negatives(
+            Similarities(config, monitor.work, monitor.train, monitor.device), method
+        ),
         summary={"Training time": f"{training.seconds:,.0f} s, kNN included"},
     )
     return RunResult(run.path, run.weights, report, run.last_knn(), training.seconds)

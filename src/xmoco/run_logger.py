@@ -8,6 +8,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from xmoco.config import Config
 from xmoco.evaluate.monitor import Monitor
+from xmoco.evaluate.similarities import Similarities
 from xmoco.methods import Method
 from xmoco.records import Record
 from xmoco.train.loop import Callback, Training
@@ -51,6 +52,8 @@ class RunLogger(Judge):
     ) -> None:
         super().__init__(training, method, monitor)
         self.config = config
+        self.method = method
+        self.similarities = Similarities(config, monitor.work, monitor.train, monitor.device)
         self.run = run
         self.progress = Progress(
             title=f"{method.title} · {monitor.train.name} · {config.model.backbone}",
@@ -64,6 +67,8 @@ class RunLogger(Judge):
 
     def __enter__(self) -> Self:
         super().__enter__()
+        if self.training.step == 0:
+            self._look(0, 0)
         for epoch, value in self.run.knn_curve(self.config.method.subject):
             self.progress.knn(epoch, value)  # of earlier sessions, so that the best is known
         self.progress.__enter__()
@@ -81,6 +86,18 @@ class RunLogger(Judge):
         self.run.add_values(step, epoch, values)
         for name, value in values.items():
             self.events.add_scalar(name, value, step)
+
+    def on_epoch(self, epoch: int, step: int) -> None:
+        super().on_epoch(epoch, step)
+        self._look(epoch, step)
+
+    def _look(self, epoch: int, step: int) -> None:
+        """Measure the paper's claims, where that is due and there are negatives to look at: a small
+        thing, for which the other processes wait."""
+        look = self.similarities.look(self.method) if self.similarities.due(epoch) else None
+        for record in [] if look is None else self.similarities.records(look, epoch, step):
+            self.run.add_record(record)
+            self.events.add_scalar(f"similarities/{record.measure}", record.value, step)
 
     def on_record(self, record: Record) -> None:
         if record.subject == self.config.method.subject:

@@ -18,6 +18,8 @@ from xmoco.report.curves import (
     LIGHT,
     Panel,
     Series,
+    claim_panels,
+    claims_png,
     draw_curves,
     panel_png,
     panels,
@@ -200,3 +202,48 @@ def test_any_history_can_be_drawn(
     figure = draw_curves(run)
     figure.canvas.draw()
     assert len(figure.axes) == min(1, len(points))
+
+
+def measured(measure: str, *values: float) -> list[dict[str, Any]]:
+    return [
+        {"measure": measure, "value": value, "subject": "xmoco", "protocol": {"epoch": epoch}}
+        for epoch, value in enumerate(values)
+    ]
+
+
+def test_claims_have_panels_with_what_they_are_to_be_compared_with(tmp_path: Path) -> None:
+    run = folder(
+        tmp_path,
+        *measured("similarity_gap", 0.1, 0.2),
+        *measured("similarity_gap_unrelated", 0.1, 0.4),
+        *measured("similarity_evenness", 0.9, 0.8),
+        *measured("label_evenness", 1.0, 1.0),
+        *measured("similar_of_own_class", 10.0, 30.0),
+        *measured("labelled_of_own_class", 11.0, 40.0),
+        *measured("any_of_own_class", 9.5, 9.5),
+    )
+    gap, evenness, own_class = panels(read_history(run))
+    assert gap.title == "|S(q_s, m_t) − S(q_t, m_s)|"
+    assert gap.curves["two views of an image"] == Series([0, 1], [0.1, 0.2])
+    assert gap.curves["views of two images"].values == [0.1, 0.4]
+    assert 0 in gap.includes
+    assert set(evenness.curves) == {"similarities", "soft labels"}
+    assert evenness.includes == (0, 1)
+    assert own_class.curves["by soft label"].values == [11.0, 40.0]
+    assert (own_class.levels, own_class.includes) == ({"chance": 9.5}, (0, 100))
+
+
+def test_claims_of_two_runs_stand_in_the_same_panels(tmp_path: Path) -> None:
+    runs = {}
+    for name, gap in (("XMoCo", 0.1), ("MoCo v2+", 0.3)):
+        (tmp_path / name).mkdir()
+        runs[name] = read_history(folder(tmp_path / name, *measured("similarity_gap", gap)))
+    (panel,) = claim_panels(runs)
+    assert {name: series.values for name, series in panel.curves.items()} == {
+        "XMoCo, two views of an image": [0.1],
+        "MoCo v2+, two views of an image": [0.3],
+    }
+    picture = claims_png(runs)
+    assert picture is not None
+    assert picture.startswith(b"\x89PNG")
+    assert claims_png({}) is None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import FAST, assert_done, run_cli
@@ -52,8 +52,8 @@ def test_every_row_of_every_table_can_be_trained(name: str) -> None:
     planned = plan(own, Asked())
     assert {one.row.name for one in planned} == {row.name for row in own.trained}
     assert all(one.trial.config.train.epochs == own.epochs for one in planned)
-    settings = list(settings_of_rows(own).values())
-    assert all(settings.count(one) == 1 for one in settings), "two rows are the same run"
+    rows = list(settings_of_rows(own).values())
+    assert all(rows.count(one) == 1 for one in rows), "two rows are the same run"
 
 
 def test_the_tables_of_the_paper_are_there() -> None:
@@ -141,20 +141,21 @@ values = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None)
 @given(values, values)
 def test_own_settings_tell_configurations_apart(one: Any, other: Any) -> None:
     """As all settings do, but for epochs and seed, which records tell themselves."""
 
     def without(config: Config) -> dict[str, Any]:
-        settings = lasting(config)
-        del settings["train"]["epochs"], settings["train"]["seed"]
-        return settings
+        kept = lasting(config)
+        del kept["train"]["epochs"], kept["train"]["seed"]
+        return kept
 
     configs = []
-    for settings in (one, other):
-        if settings.get("method") == "byol":
-            settings.pop("temperature", None)
-        configs.append(load_config(None, settings=settings))
+    for changes in (one, other):
+        if changes.get("method") == "byol":
+            changes.pop("temperature", None)
+        configs.append(load_config(None, settings=changes))
     same = own_settings(configs[0]) == own_settings(configs[1])
     assert same == (without(configs[0]) == without(configs[1]))
     # And they are enough to make the configuration again.

@@ -149,7 +149,7 @@ def test_every_number_has_a_cell_in_the_csv(filled: Filled) -> None:
 figures = st.lists(st.floats(0, 100).map(lambda f: round(f, 1)), min_size=2, max_size=7)
 
 
-@settings(max_examples=30)
+@settings(max_examples=30, deadline=None)
 @given(figures, st.data())
 def test_agreement_is_kendalls(paper: list[float], data: st.DataObject) -> None:
     """τ is the share of pairs in the same order less the share of those in the other."""

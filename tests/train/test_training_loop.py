@@ -186,9 +186,10 @@ def test_accumulated_gradients_are_the_mean_over_parts(recipe: Path) -> None:
     step = training.advance(iter([batch]))
     by_hand.task.train()
     x_s, x_t = by_hand.inputs(batch, 0)
+    at = by_hand.stepper.values.at(by_hand.clock(0))
     losses = []
     for part in (slice(0, 8), slice(8, 16)):
-        loss = by_hand.task([x_s[part], x_t[part]], {}).loss
+        loss = by_hand.task([x_s[part], x_t[part]], at).loss
         (loss / 2).backward()
         losses.append(loss.detach())
     expected = [p.grad for p in by_hand.task.encoder.parameters()]

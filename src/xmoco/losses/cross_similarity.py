@@ -104,6 +104,16 @@ class CrossSimilarity(nn.Module):
             parts += [scaled(term, weight) for term in agreement.values()]
         return torch.stack(parts).sum(), terms
 
+    def labels_among(
+        self, q_s: Tensor, k_s: Tensor, k_t: Tensor, temperature: float
+    ) -> Tensor | None:
+        """How source queries share out the labels' mass among each other's images, as
+        ``SoftLabels.among`` does; nothing where negatives have no share in labels."""
+        if self.soft_labels is None or self.soft_labels.positive_mass == 1:
+            return None
+        told_by = k_s if self.teacher == "keys" else q_s
+        return self.soft_labels.among(told_by, k_t, temperature)
+
     def remember(self, T_s: Contrast, T_t: Contrast) -> None:
         """The label history moves on."""
         if self.soft_labels is not None:

@@ -64,6 +64,17 @@ class SoftLabels(nn.Module):
             columns_s, columns_t = self._balanced(P_s, "source"), self._balanced(P_t, "target")
         return self._labels(P_s.log_p, columns_s), self._labels(P_t.log_p, columns_t)
 
+    @torch.no_grad()
+    def among(self, queries: Tensor, keys: Tensor, temperature: float) -> Tensor:
+        """How the images of a batch would share out the labels' mass among each other.
+
+        Row i of (N, N) sums to one and has nothing for i itself, whose key is its positive. For
+        whoever wants to look at labels: as many samples as negatives, and no history.
+        """
+        slots = torch.arange(len(queries), device=queries.device)
+        kernel = self.sharpness * past_similarities(queries, slots, keys, temperature)
+        return (kernel + column_scaling(kernel, self.iterations)).softmax(dim=1)
+
     def remember(self, P_s: Contrast, P_t: Contrast) -> None:
         """This batch joins the history."""
         if self.history is None:

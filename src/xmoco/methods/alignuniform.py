@@ -20,6 +20,8 @@ class AlignUniform(DirectedMethod):
         super().__init__(config)
         assert isinstance(config.method, AlignUniformConfig)
         self.settings = config.method
+        # That of e^(q·k/τ), which e^(−t‖q−k‖²) is up to a factor.
+        self.temperature = 1 / (2 * config.method.uniform_sharpness)
 
     def forward(
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False

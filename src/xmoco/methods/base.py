@@ -20,6 +20,7 @@ from xmoco.data.streaming import Batch
 from xmoco.data.views import ViewGroup, views_of
 from xmoco.losses.bank import KeyBank, KeyBanks, Ring
 from xmoco.losses.contrast import Contrast, contrast
+from xmoco.losses.cross_similarity import CrossSimilarity
 from xmoco.losses.metrics import feature_metrics, similarity_metrics
 from xmoco.nn.encoder import Encoder, build_encoder, momentum_copy, momentum_update
 from xmoco.nn.encoding import EncoderRunner
@@ -83,8 +84,25 @@ class Method(Task):
         """All that ``run`` is asked to run."""
         return [self.encoder]
 
+    def meeting(self, views: Sequence[Tensor]) -> "Meeting | None":
+        """Of methods whose queries meet keys: those of some images, for whoever wants to look.
+
+        Networks are taken in the mode they are in, in this process alone.
+        """
+        return None
+
     def optimize_for(self, device: torch.device) -> None:
         self.run.optimize_for(device, *self.networks())
+
+
+class Meeting(NamedTuple):
+    """Unit-length queries and keys of the same images, one of each for every side."""
+
+    queries: list[Tensor]
+    keys: list[Tensor]
+    temperature: float
+    compared_by: CrossSimilarity | None = None
+    """What makes soft labels of them, if XMoCo's ideas are in the method."""
 
 
 class MomentumMethod(Method):
@@ -121,6 +139,8 @@ class BankMethod(MomentumMethod):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         assert isinstance(config.method, BankConfig)
+        # Of the softmax over keys. A method without one says what comes nearest to it.
+        self.temperature: float = getattr(config.method, "temperature", 1.0)
         size, hidden = config.model.feature_size, config.method.predictor_hidden
         self.predictor = mlp_head(size, hidden, size, layers=2) if hidden else None
         if self.predictor is not None:
@@ -167,6 +187,18 @@ class BankMethod(MomentumMethod):
         if len(contrasts) == 2:
             metrics |= similarity_metrics(*(P.log_p for P in contrasts))
         return metrics
+
+    def meeting(self, views: Sequence[Tensor]) -> Meeting | None:
+        sides = len(self.banks.sides)
+        queries = [self.encoder(view) for view in views[:sides]]
+        keys = [self.momentum_encoder(view) for view in views[-sides:]]
+        if self.predictor is not None:
+            queries = [F.normalize(self.predictor(query).float(), dim=1) for query in queries]
+        return Meeting(queries, keys, self.temperature, self.compared_by())
+
+    def compared_by(self) -> CrossSimilarity | None:
+        """What compares both sides, if XMoCo's ideas do."""
+        return None
 
     def reference_levels(self) -> dict[str, float]:
         """The cross entropy of a guess among the positive and the keys of a bank."""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from xmoco.config import CO2Config, Config
 from xmoco.losses.co2 import disagreement
+from xmoco.losses.cross_similarity import CrossSimilarity
 from xmoco.methods.base import DirectedMethod, named
 from xmoco.methods.ideas import build_ideas, compared, ideas_schedules
 from xmoco.schedules import Schedule, scaled, warmed_up
@@ -47,3 +48,6 @@ class CO2(DirectedMethod):
             terms | named("agreement", negatives),
             self.metrics(contrasts) if with_metrics else {},
         )
+
+    def compared_by(self) -> CrossSimilarity | None:
+        return self.ideas

@@ -8,6 +8,7 @@ from torch import Tensor
 from xmoco.config import Config, JCLConfig
 from xmoco.data.views import ViewGroup
 from xmoco.losses.bank import KeyBank
+from xmoco.losses.cross_similarity import CrossSimilarity
 from xmoco.losses.jcl import gaussian_contrast
 from xmoco.methods.base import BankMethod, named
 from xmoco.methods.ideas import build_ideas, compared, ideas_schedules
@@ -68,3 +69,6 @@ class JCL(BankMethod):
             terms | named("spread", penalties),
             self.metrics(contrasts) if with_metrics else {},
         )
+
+    def compared_by(self) -> CrossSimilarity | None:
+        return self.ideas

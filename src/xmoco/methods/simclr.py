@@ -8,7 +8,7 @@ from torch import Tensor
 from xmoco.config import Config, SimCLRConfig
 from xmoco.losses.metrics import feature_metrics, similarity_metrics
 from xmoco.losses.ntxent import batch_contrasts, nt_xent
-from xmoco.methods.base import Method
+from xmoco.methods.base import Meeting, Method
 from xmoco.methods.ideas import build_ideas, ideas_schedules
 from xmoco.schedules import Schedule
 from xmoco.task import StepOutput, Values
@@ -44,3 +44,7 @@ class SimCLR(Method):
 
     def reference_levels(self) -> dict[str, float]:
         return {"chance": math.log(self.candidates)}
+
+    def meeting(self, views: Sequence[Tensor]) -> Meeting:
+        features = [self.encoder(view) for view in views]
+        return Meeting(features, features, self.temperature, self.ideas)

@@ -12,6 +12,7 @@ from xmoco.config import Config, TwoBanksConfig
 from xmoco.losses import XMoCoLoss
 from xmoco.losses.bank import KeyBanks
 from xmoco.losses.contrast import Contrast
+from xmoco.losses.cross_similarity import CrossSimilarity
 from xmoco.losses.metrics import feature_metrics, label_metrics, similarity_metrics
 from xmoco.methods.base import BankMethod
 from xmoco.nn.encoder import momentum_update
@@ -76,6 +77,9 @@ class XMoCo(BankMethod):
     def after_update(self, at: Values) -> None:
         # The optimiser has moved f: g ← m·g + (1−m)·f.
         momentum_update(self.momentum_encoder, self.encoder, at["key_momentum"])
+
+    def compared_by(self) -> CrossSimilarity:
+        return self.loss
 
     @staticmethod
     def _metrics(

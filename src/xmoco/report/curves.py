@@ -58,6 +58,15 @@ class History:
         records = [record for record in self.records if record["measure"] == "knn_top1"]
         return [record for record in records if _k(record) == _k(records[0])]
 
+    def measured(self, measure: str) -> Series | None:
+        """A measure of the run itself over epochs."""
+        points = {
+            record["protocol"]["epoch"]: record["value"]
+            for record in self.records
+            if record["measure"] == measure
+        }
+        return _series(points) if points else None
+
     def knn(self) -> dict[str, Series]:
         """kNN accuracy over epochs by subject: the run's own first, then the baselines."""
         points: dict[str, dict[float, float]] = {}
@@ -164,9 +173,74 @@ LOOKS: Mapping[str, Look] = {
 }
 
 
+@dataclass(frozen=True)
+class Claim:
+    """A panel of what is measured of negatives (evaluate/similarities.py): a curve for each measure
+    that a run has."""
+
+    title: str
+    unit: str
+    curves: Mapping[str, str]
+    includes: Sequence[float] = (0,)
+    level: str | None = None
+    """A measure that stays the same: what the curves are to be compared with."""
+
+
+CLAIMS = (
+    Claim(
+        "|S(q_s, m_t) − S(q_t, m_s)|",
+        "cosine, mean over negatives",
+        {
+            "similarity_gap": "two views of an image",
+            "similarity_gap_unrelated": "views of two images",
+        },
+    ),
+    Claim(
+        "How evenly a batch falls on negatives",
+        "1: on all negatives alike",
+        {"similarity_evenness": "similarities", "label_evenness": "soft labels"},
+        (0, 1),
+    ),
+    Claim(
+        "Negatives of the query's class",
+        "% of the 5 largest",
+        {
+            "labelled_of_own_class": "by soft label",
+            "similar_of_own_class": "by similarity",
+        },
+        (0, 100),
+        level="any_of_own_class",
+    ),
+)
+
+
 def panels(history: History) -> list[Panel]:
     """Everything there is to plot, the most telling first."""
-    return [*_knn_panel(history), *_loss_panels(history), *_other_panels(history)]
+    return [
+        *_knn_panel(history),
+        *_loss_panels(history),
+        *claim_panels({"": history}),
+        *_other_panels(history),
+    ]
+
+
+def claim_panels(histories: Mapping[str, History]) -> list[Panel]:
+    """What became of the paper's claims, in a run or in several by name."""
+    found = []
+    for claim in CLAIMS:
+        curves = {
+            f"{name}, {label}" if name else label: series
+            for name, history in histories.items()
+            for measure, label in claim.curves.items()
+            if (series := history.measured(measure)) is not None
+        }
+        levels = {}
+        for history in histories.values():
+            if claim.level and (series := history.measured(claim.level)) is not None:
+                levels = {"chance": series.values[-1]}
+        if curves:
+            found.append(Panel(claim.title, claim.unit, curves, levels, claim.includes))
+    return found
 
 
 def _knn_panel(history: History) -> list[Panel]:
@@ -244,6 +318,18 @@ def draw_curves(run: Path, theme: Theme = LIGHT) -> Figure:
     if not found:
         figure.text(0.5, 0.5, "nothing measured yet", color=theme.ink, ha="center", va="center")
     return figure
+
+
+def claims_png(histories: Mapping[str, History]) -> bytes | None:
+    """What became of the paper's claims in several runs, side by side; none if nobody looked."""
+    found = claim_panels(histories)
+    if not found:
+        return None
+    figure = _figure(1.2 * WIDTH * len(found), 1.5 * HEIGHT, LIGHT)
+    figure.set_layout_engine("constrained")
+    for index, panel in enumerate(found):
+        draw_panel(figure.add_subplot(1, len(found), index + 1), panel, LIGHT)
+    return to_png(figure)
 
 
 def panel_png(panel: Panel, theme: Theme) -> bytes:

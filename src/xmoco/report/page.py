@@ -58,6 +58,7 @@ def write_report(
     *,
     views_png: bytes | None,
     neighbours_png: bytes | None,
+    negatives_png: bytes | None = None,
     summary: Mapping[str, str],
 ) -> Path:
     """Writes ``report.html`` into the run folder, whole or not at all, and returns its path.
@@ -84,6 +85,14 @@ def write_report(
             "similarity. Where classes are known, ✓ in a solid frame is the query's class and ✗ in "
             "a dotted frame is another; training never saw them.",
             neighbours_png,
+        ),
+        sheet(
+            "Negatives",
+            "Each query and, of some other training images that are its negatives here, those with "
+            "the largest soft labels or, of a method that makes none, the largest similarities; "
+            "below, how many times as much as an even share. Frames are as above: where negatives "
+            "are of the query's class, a one-hot label is wrong about them.",
+            negatives_png,
         ),
         _weights(history, run),
         details("Configuration", read_text(run / "config.yaml")),

@@ -10,10 +10,13 @@ from xmoco.data import ImageSet, at_positions
 from xmoco.data.subset import some_positions
 from xmoco.data.views import ViewGroup, central, views_of
 from xmoco.evaluate.monitor import Monitor
+from xmoco.evaluate.similarities import Similarities, strongest
+from xmoco.methods import Method
 from xmoco.report.sheets import neighbours_sheet, views_sheet
 
 COLUMNS = 8
 ROWS = 8
+NEGATIVES = 5  # of as many queries
 SIDE = 128  # pictures of larger images are shrunk to this
 
 
@@ -57,6 +60,28 @@ def picture_neighbours(monitor: Monitor, backbone: nn.Module) -> bytes | None:
         query_labels=None if labels is None else query_labels,
         neighbour_labels=None if labels is None else labels.view_as(neighbours),
         classes=train.classes,
+    )
+
+
+def picture_negatives(similarities: Similarities, method: Method) -> bytes | None:
+    """Some images with the negatives that received most of their label, or of their similarity."""
+    look = similarities.look(method) if similarities.config.monitor.knn_every else None
+    if look is None:
+        return None
+    rows, columns = min(NEGATIVES, len(look.source)), min(NEGATIVES, len(look.source) - 1)
+    queries, negatives, shares = strongest(look, rows, columns)
+    positions, input = similarities.positions, similarities.config.input
+    query_pictures, _ = _pictures(similarities.images, positions[queries], input)
+    pictures, _ = _pictures(similarities.images, positions[negatives.flatten()], input)
+    classes = look.classes
+    return neighbours_sheet(
+        query_pictures,
+        pictures.unflatten(0, negatives.shape),
+        shares * (len(look.source) - 1),
+        query_labels=None if classes is None else classes[queries],
+        neighbour_labels=None if classes is None else classes[negatives],
+        classes=similarities.images.classes,
+        form="{:.1f} ×",
     )
 
 

@@ -41,6 +41,7 @@ def neighbours_sheet(
     query_labels: Tensor | None = None,
     neighbour_labels: Tensor | None = None,
     classes: Sequence[str] | None = None,
+    form: str = "{:.2f}",
 ) -> bytes:
     """One row per query: it stands left, its nearest neighbours right, nearest first.
 
@@ -62,7 +63,7 @@ def neighbours_sheet(
         for rank in range(nearest):
             axes = cells[row][1 + rank]
             _show(axes, neighbours[row, rank])
-            caption = f"{float(similarities[row, rank]):.2f}"
+            caption = form.format(float(similarities[row, rank]))
             if query_labels is None or neighbour_labels is None:
                 _caption(axes, caption, INK)
             else:
