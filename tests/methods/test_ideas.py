@@ -90,10 +90,10 @@ def test_terms_and_their_weights(name: str) -> None:
 def test_it_learns_and_goes_on_from_its_state(name: str) -> None:
     method, restored = built(IDEAS[name]), built(IDEAS[name], seed=1)
     train(method, range(3), rate=0)
-    losses = train(method, range(3, 23))
-    assert sum(losses[-3:]) < 0.98 * sum(losses[:3])
+    losses = train(method, range(3, 15))
+    assert sum(losses[-3:]) < 0.99 * sum(losses[:3])
     restored.load_state_dict(method.state_dict())
-    assert train(method, range(23, 25)) == train(restored, range(23, 25))
+    assert train(method, range(15, 17)) == train(restored, range(15, 17))
 
 
 def test_nothing_is_added_unless_asked_for() -> None:
