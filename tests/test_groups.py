@@ -5,7 +5,9 @@ two and one of four do everything, and the latter goes on where the former stopp
 """
 
 import math
+import os
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,11 @@ from torch import nn
 from torch.testing import assert_close
 
 from helpers import be_process, free_port, make_images, run_group, write_recipe
-from xmoco.config import Config
-from xmoco.data import open_images
+from xmoco.config import Config, DataConfig
+from xmoco.data import open_images, shards, trees
 from xmoco.data.batches import epoch_order
 from xmoco.distributed import consolidate_state_dict
+from xmoco.errors import UserError
 from xmoco.evaluate.monitor import Monitor
 from xmoco.methods import Method, build_method
 from xmoco.pretraining import prepare_training
@@ -198,9 +201,47 @@ def traffic(folder: Path, name: str, world: int) -> dict[str, float]:
     return {"bytes": counted.bytes, "learned": learned}
 
 
+def listing(folder: Path) -> dict[str, Any]:
+    """What a process finds in a folder, an archive, shards and a broken archive; who looked."""
+    looked = []
+
+    def watched(function: Any) -> Any:
+        def watching(*given: Any) -> Any:
+            looked.append(function.__name__)
+            return function(*given)
+
+        return watching
+
+    names = {"images": 128, "images.tar": 4, "shards": 4}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr(trees, "_files_below", watched(trees._files_below))
+        patch.setattr(trees, "_places", watched(trees._places))
+        patch.setattr(shards, "scanned", watched(shards.scanned))
+        found = {
+            name: open_images(DataConfig(source=str(folder / name)), "train") for name in names
+        }
+        try:
+            open_images(DataConfig(source=str(folder / "broken.tar")), "train")
+            mistake = ""
+        except UserError as error:
+            mistake = str(error)
+    return {
+        "looked": looked,
+        "mistake": mistake,
+        "found": {
+            name: [images.where(n) for n in range(len(images))]
+            for name, images in found.items()
+            if images is not None
+        },
+    }
+
+
 def process(rank: int, world: int, folder: Path, port: int) -> None:
     be_process(rank, port)
+    build_fabric(settings(folder, "", world).run).launch()
     found = {
+        "listing": listing(folder),
         "played": {kind: play(folder, kind, world) for kind in GROUPS[world]},
         "chain": {name: go_on(folder, name, world, *STEPS_OF[world]) for name in CHAIN},
         "judged": judge(folder, world),
@@ -221,6 +262,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # 8 steps of 16 images: the history of 50 joins at the fifth, and rings wrap around.
     method = {"bank_length": 50, "key_momentum": 0.9}
     write_recipe(folder / "fast.yaml", folder / "images", train={"epochs": 1}, method=method)
+    (folder / "shards").mkdir()
+    pictures = sorted((folder / "images" / "train").rglob("*.png"))[:4]
+    for archive in (folder / "images.tar", folder / "shards" / "0.tar", folder / "broken.tar"):
+        with tarfile.open(archive, "w") as file:
+            for picture in pictures:
+                file.add(picture, picture.name)
+    os.truncate(folder / "broken.tar", 1000)
     return folder
 
 
@@ -326,6 +374,20 @@ def test_two_then_four_then_one_train_as_one(groups: Any, alone: Any, place: Pat
         assert_close(found.detach(), expected, rtol=1e-3, atol=1e-5)
     for name, ring in rings(training).items():
         assert_close(ring, alone["queries"]["trained rings"][name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("world", GROUPS)
+def test_one_process_lists_for_all_of_its_machine(groups: Any, place: Path, world: int) -> None:
+    first, *others = (found["listing"] for found in groups[world])
+    expected = listing(place)
+    indexed = world == 2  # the first to come: others find the index
+    looked = ["_files_below", "_places", *["_files_below"] * 2, *["scanned"] * indexed, "_places"]
+    assert first["looked"] == looked
+    assert "broken.tar is neither a folder nor a whole tar archive" in expected["mistake"]
+    for other in (first, *others):
+        assert other["found"] == expected["found"]
+        assert other["mistake"] == expected["mistake"]
+    assert [other["looked"] for other in others] == [[]] * (world - 1)
 
 
 @pytest.mark.parametrize("world", GROUPS)

@@ -5,14 +5,18 @@ Losses use these, so that they work unchanged inside anyone's DistributedDataPar
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from xmoco.launchers import local_rank
+
+T = TypeVar("T")
 
 ROWS_AT_ONCE = 16_384
 
@@ -161,6 +165,26 @@ class _Gathered(torch.autograd.Function):
         own = gradient.new_empty(len(gradient) // processes(), *gradient.shape[1:])
         dist.reduce_scatter_tensor(own, gradient.contiguous())
         return own
+
+
+def first_on_machine(action: Callable[[], T]) -> T:
+    """Do something on the first process of every machine; all get its result, which should be
+    small, or raise what was raised on any."""
+    if processes() == 1:
+        return action()
+    outcome: tuple[T | None, Exception | None] = (None, None)
+    if local_rank() == 0:
+        try:
+            with alone():
+                outcome = (action(), None)
+        except Exception as raised:
+            outcome = (None, raised)
+    outcomes = [outcome] * processes()
+    dist.all_gather_object(outcomes, outcome)
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return cast(T, outcomes[rank() - local_rank()][0])
 
 
 class SharedOut(nn.Module, ABC):

@@ -37,6 +37,12 @@ def by_srun() -> bool:
     return "SLURM_PROCID" in os.environ and step.isdigit() and int(step) < NO_STEP
 
 
+def local_rank() -> int:
+    """Which of the processes of its machine this is."""
+    by_slurm = "RANK" not in os.environ and by_srun()
+    return int(os.environ.get("SLURM_LOCALID" if by_slurm else "LOCAL_RANK", "0"))
+
+
 def first_process() -> bool:
     """Whether this is the process that speaks for all."""
     found = os.environ.get

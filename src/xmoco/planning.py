@@ -20,6 +20,7 @@ from xmoco.auto import (
 from xmoco.config import Config, ModelConfig, RunConfig, WeakAugmentationConfig
 from xmoco.data import ImageSet, open_images
 from xmoco.data.sources import is_path
+from xmoco.data.stores import has_pattern, is_distant
 from xmoco.data.views import ViewGroup
 from xmoco.errors import UserError
 from xmoco.methods import Method, build_method, method_class
@@ -154,7 +155,7 @@ def _expect_images(config: Config, recipe: str | Path | None) -> None:
 def with_full_paths(config: Config) -> Config:
     """Data by its full path, so that a run can be resumed from anywhere."""
     data = config.data
-    if _is_there(data.source):
+    if _is_there(data.source) or (has_pattern(data.source) and not is_distant(data.source)):
         source = os.path.abspath(os.path.expanduser(data.source))  # noqa: PTH100, PTH111
         data = data.model_copy(update={"source": source})
     if data.source.startswith("torchvision:"):

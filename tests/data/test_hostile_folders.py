@@ -21,9 +21,10 @@ from PIL import EpsImagePlugin, Image
 from xmoco.data import decode, file_server, trees
 from xmoco.data.decode import EncodedImage, UnreadableImage, decode_rgb, rgb_pixels
 from xmoco.data.file_readers import FileReaders
-from xmoco.data.file_server import read_file
+from xmoco.data.file_server import Place, read_file
 from xmoco.data.jpeg import plain_jpeg
-from xmoco.data.trees import IMAGE_EXTENSIONS, FolderTree
+from xmoco.data.names import IMAGE_EXTENSIONS
+from xmoco.data.trees import FolderTree
 from xmoco.errors import UserError
 
 needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes there")
@@ -53,7 +54,7 @@ def test_what_takes_a_files_place_is_not_waited_for(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="not supported"):
             read_file(path)
     readers = FileReaders()
-    pipe, content = readers.read([str(tmp_path / "pipe"), __file__])
+    pipe, content = readers.read([Place(str(tmp_path / "pipe")), Place(__file__)])
     readers.close()
     assert isinstance(pipe, OSError)
     assert content == Path(__file__).read_bytes()
@@ -85,7 +86,7 @@ def test_an_answer_is_bounded_and_the_rest_can_be_asked_for(
     thread = threading.Thread(target=file_server.serve, args=(theirs,))
     thread.start()
     with ours:
-        request = b"\0".join(map(os.fsencode, paths))
+        request = file_server.request_for([Place(str(path)) for path in paths])
         ours.sendall(file_server.packed([len(request)]) + request)
         lengths = file_server.unpacked(file_server.received(ours, 24))
         assert file_server.received(ours, 7) == b"content"

@@ -29,6 +29,7 @@ import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 from torch import Tensor
 
+from xmoco.data.file_server import Place
 from xmoco.text import printable
 
 LONGEST_SHAPE = 3
@@ -74,7 +75,7 @@ class EncodedImage(NamedTuple):
 class ImageFile(NamedTuple):
     """Where an image's file is on disk, and how ``decode_rgb`` is to shrink the image."""
 
-    path: str
+    place: Place
     short_side: int | None
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from xmoco.data import file_server
-from xmoco.data.file_server import packed, read_file, received, unpacked
+from xmoco.data.file_server import Place, packed, read_place, received, request_for, unpacked
 
 POSSIBLE = os.name == "posix" and bool(sys.executable)
 
@@ -38,18 +38,18 @@ class FileReaders:
         for reader in self._all:
             reader.close()
 
-    def read(self, paths: Sequence[str]) -> list[Content]:
-        """The bytes of each file, or why it cannot be read."""
-        if self._usable and paths:
+    def read(self, places: Sequence[Place]) -> list[Content]:
+        """The bytes of each file or part of one, or why it cannot be read."""
+        if self._usable and places:
             try:
                 reader = self._take()
-                contents = reader.read(paths)
+                contents = reader.read(places)
             except OSError:  # none can be started, or it was killed: for want of memory, perhaps
                 self._usable = False
             else:
                 self._idle.put(reader)
                 return contents
-        return [_read_here(path) for path in paths]
+        return [_read_here(place) for place in places]
 
     def _take(self) -> "_FileReader":
         try:
@@ -73,11 +73,11 @@ class _FileReader:
                 command, stdin=its_end.fileno(), start_new_session=True
             )
 
-    def read(self, paths: Sequence[str]) -> list[Content]:
+    def read(self, places: Sequence[Place]) -> list[Content]:
         """Raises an ``OSError`` if the process has ended."""
-        request = b"\0".join(map(os.fsencode, paths))
+        request = request_for(places)
         self._connection.sendall(packed([len(request)]) + request)
-        lengths = unpacked(self._receive(8 * len(paths)))
+        lengths = unpacked(self._receive(8 * len(places)))
         content = self._receive(sum(max(length, 0) for length in lengths))
         contents: list[Content] = []
         begin = 0
@@ -103,8 +103,8 @@ class _FileReader:
         self._process.wait()
 
 
-def _read_here(path: str) -> Content:
+def _read_here(place: Place) -> Content:
     try:
-        return read_file(path)
+        return read_place(place)
     except OSError as error:
         return error

@@ -1,8 +1,9 @@
 """Reads files for another process: a program of its own, and small enough to start at once.
 
-It is run with a socket as its standard input. A request is a length and so many bytes: paths,
-separated by zero bytes. The answer is a number for each path, the length of its content or, below
-zero, the system's error, and then all contents one after the other. It ends with the connection.
+It is run with a socket as its standard input. A request is a length and so many bytes: places,
+separated by zero bytes, each an offset, a length and a path. The answer is a number for each place,
+the length of its content or, below zero, the system's error, and then all contents one after the
+other. It ends with the connection.
 """
 
 import contextlib
@@ -11,11 +12,23 @@ import os
 import socket
 import stat
 import struct
+from collections.abc import Sequence
+from typing import NamedTuple
 
+WHOLE = -1
 LARGEST_FILE = 2**28
 """Bytes. What is larger is refused: nobody's image, or more than is to be held in memory."""
 LARGEST_ANSWER = 2**30
 """Bytes of all files of an answer. What would not fit is refused here, to be asked for alone."""
+
+
+class Place(NamedTuple):
+    """A file on disk, or a part of one: of an archive, say."""
+
+    path: str
+    offset: int = 0
+    length: int = WHOLE
+
 
 # Not text; and a pipe that has taken an image's place is not waited for.
 _FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0)
@@ -44,8 +57,39 @@ def read_file(path: str | bytes | os.PathLike[str], largest: int = LARGEST_FILE)
         os.close(descriptor)
 
 
+def read_place(place: Place, largest: int = LARGEST_FILE) -> bytes:
+    """The bytes of a file, or of a part of one, by three calls of the system."""
+    path, offset, length = place
+    if length == WHOLE:
+        return read_file(path, largest)
+    if length > largest:
+        raise _error(errno.EFBIG, path)
+    descriptor = os.open(path, _FLAGS)
+    try:
+        content = os.pread(descriptor, length, offset)
+        while len(content) < length:
+            more = os.pread(descriptor, length - len(content), offset + len(content))
+            if not more:  # the file is shorter than it was
+                raise _error(errno.ENODATA, path)
+            content += more
+        return content
+    finally:
+        os.close(descriptor)
+
+
 def _error(number: int, path: str | bytes | os.PathLike[str]) -> OSError:
     return OSError(number, os.strerror(number), os.fsdecode(path))
+
+
+def request_for(places: Sequence[Place]) -> bytes:
+    return b"\0".join(
+        b"%d %d %s" % (offset, length, os.fsencode(path)) for path, offset, length in places
+    )
+
+
+def _parsed(place: bytes) -> Place:
+    offset, length, path = place.split(b" ", 2)
+    return Place(os.fsdecode(path), int(offset), int(length))
 
 
 def packed(numbers: list[int]) -> bytes:
@@ -73,11 +117,11 @@ def received(connection: socket.socket, length: int) -> bytearray:
 
 def serve(connection: socket.socket) -> None:
     while len(length := received(connection, 8)) == 8:
-        paths = bytes(received(connection, *unpacked(length))).split(b"\0")
+        places = bytes(received(connection, *unpacked(length))).split(b"\0")
         lengths, contents, room = [], [], LARGEST_ANSWER
-        for path in paths:
+        for place in places:
             try:
-                contents.append(read_file(path, min(LARGEST_FILE, room)))
+                contents.append(read_place(_parsed(place), min(LARGEST_FILE, room)))
                 lengths.append(len(contents[-1]))
                 room -= lengths[-1]
             except OSError as error:

@@ -1,6 +1,7 @@
 """What every source of images becomes: an ``ImageSet``, read by position."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -37,6 +38,13 @@ class ImageSet(ABC):
 
     def encoded(self, index: int) -> EncodedImage | None:  # noqa: ARG002
         """The image's file, for who decodes it elsewhere, if there is one. Raises as ``read``."""
+        return None
+
+    def encoded_all(
+        self,
+        indices: Sequence[int],  # noqa: ARG002
+    ) -> list[EncodedImage | UnreadableImage] | None:
+        """The files of several images, where it is better to ask for them together."""
         return None
 
     def file(self, index: int) -> ImageFile | None:  # noqa: ARG002
@@ -138,8 +146,8 @@ class EncodedImages(ImageSet):
             raise UnreadableImage(error.strerror or str(error)) from error
 
     def file(self, index: int) -> ImageFile | None:
-        path = self._tree.file(self._paths[index])
-        return None if path is None else ImageFile(path, self._short_side)
+        place = self._tree.place(self._paths[index])
+        return None if place is None else ImageFile(place, self._short_side)
 
     def where(self, index: int) -> str:
         return self._tree.where(self._paths[index])

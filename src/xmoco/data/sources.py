@@ -16,16 +16,25 @@ from torch import Tensor
 from xmoco.config import DataConfig
 from xmoco.data.imagesets import ArrayImages, EncodedImages, ImageSet
 from xmoco.data.label_file import LABEL_FILE, classes_in, label_matrix, read_label_file
-from xmoco.data.layout import LabelRule, labels_of, split_folders, train_classes
+from xmoco.data.layout import (
+    TEST_FOLDERS,
+    LabelRule,
+    labels_of,
+    split_folders,
+    train_classes,
+)
+from xmoco.data.names import IMAGE_EXTENSIONS
+from xmoco.data.shards import ShardSource, local_shards
+from xmoco.data.stores import ENDINGS, Disk, expanded, has_pattern, is_distant, open_distant
 from xmoco.data.torchvision_sets import SPLIT_ARGUMENTS, open_torchvision
-from xmoco.data.trees import IMAGE_EXTENSIONS, FolderTree, Tree, open_tar
+from xmoco.data.trees import FolderTree, Tree, open_tar
 from xmoco.errors import UserError, nearest
 from xmoco.text import printable
 
 __all__ = ["ArrayImages", "EncodedImages", "ImageSet", "open_images", "open_splits"]
 
 TORCHVISION = "torchvision:"
-ARCHIVE_ENDING = re.compile(r"\.(tar(\.\w+)?|t(gz|xz|bz2?))$", re.IGNORECASE)
+ARCHIVE_ENDING = re.compile(r"\.(tar(\.\w+)?|t(gz|xz|bz2?)|parquet)$", re.IGNORECASE)
 
 
 def is_path(source: str) -> bool:
@@ -41,6 +50,10 @@ def set_name(source: str | Path) -> str:
     """
     if not is_path(str(source)):
         return str(source).removeprefix(TORCHVISION)
+    if is_distant(str(source)) or has_pattern(str(source)):
+        last = str(source).rstrip("/").rpartition("/")[2]
+        name = re.sub(r"[-_.]*\{.*", "", ARCHIVE_ENDING.sub("", last))
+        return printable(name) or "images"
     path = Path(os.path.realpath(os.path.expanduser(source)))  # noqa: PTH111
     folder = os.path.isdir(path)  # noqa: PTH112  # unlike Path's, it takes any name
     return printable(path.name if folder else ARCHIVE_ENDING.sub("", path.name)) or "images"
@@ -63,7 +76,11 @@ def open_images(data: DataConfig, split: Literal["train", "test"]) -> ImageSet |
         return ArrayImages(f"patterns ({split})", pixels, labels, classes)
     if data.source.startswith(TORCHVISION):
         return open_torchvision(data, data.source.removeprefix(TORCHVISION), split)
-    files = _Files.of(existing_path(data.source))
+    files = _files_of(data.source)
+    if isinstance(files, ShardSource):
+        beside = [name for name in TEST_FOLDERS if name in files.splits()]
+        chosen = split if split == "train" else next(iter(beside), split)
+        return files.images(chosen, data.labels, data.short_side)
     train, beside = split_folders(files.paths)
     if split == "train":
         return files.split(data, train, train, f"{files.name} (train)" if beside else files.name)
@@ -78,7 +95,12 @@ def open_splits(data: DataConfig) -> dict[str, ImageSet]:
 
     Folders beside them, of masks perhaps, are passed over.
     """
-    files = _Files.of(existing_path(data.source))
+    files = _files_of(data.source)
+    if isinstance(files, ShardSource):
+        opened = {
+            split: files.images(split, data.labels, data.short_side) for split in files.splits()
+        }
+        return {split: images for split, images in opened.items() if images is not None}
     train, beside = split_folders(files.paths, pass_over_others=True)
     folders = {folder.split("/")[-2]: folder for folder in beside}
     return {
@@ -101,6 +123,23 @@ def existing_path(source: str, other_names: Iterable[str] = ()) -> Path:
     return path
 
 
+def _files_of(source: str) -> "_Files | ShardSource":
+    """What a folder, an archive or shards hold."""
+    if is_distant(source):
+        return ShardSource(set_name(source), open_distant(source))
+    if has_pattern(source) and not os.path.lexists(source):
+        paths = expanded(os.path.expanduser(source))  # noqa: PTH111
+        return ShardSource(set_name(source), Disk(paths))
+    path = existing_path(source)
+    if path.suffix.lower() == ".parquet" and path.is_file():
+        return ShardSource(path.stem, Disk([str(path)]))
+    tree = FolderTree(path) if path.is_dir() else open_tar(path)
+    images = tree.images()
+    if not images and path.is_dir() and (shards := tree.files(ENDINGS)):
+        return local_shards(path, shards)
+    return _Files.of(path, tree, images)
+
+
 @dataclass(frozen=True)
 class _Files:
     """All images of a folder or an archive."""
@@ -110,10 +149,8 @@ class _Files:
     paths: list[str]
 
     @classmethod
-    def of(cls, source: Path) -> "_Files":
-        tree = FolderTree(source) if source.is_dir() else open_tar(source)
+    def of(cls, source: Path, tree: Tree, paths: list[str]) -> "_Files":
         kind = "folder" if source.is_dir() else "archive"
-        paths = tree.images()
         if not paths:
             raise UserError(
                 f"there are no images in {printable(str(source))}; looked for files ending in "

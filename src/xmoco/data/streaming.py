@@ -144,7 +144,16 @@ class _ByThreads:
 
     def read_all(self, indices: list[int]) -> list[Tensor | PlainJpeg | None]:
         """For the reading threads: several images, none where one is unreadable."""
-        return [_readable(self.read, index) for index in indices]
+        files = self.images.encoded_all(indices)
+        if files is None:
+            return [_readable(self.read, index) for index in indices]
+        return [
+            None if isinstance(file, UnreadableImage) else _readable(self.decode, file)
+            for file in files
+        ]
+
+    def decode(self, file: EncodedImage) -> Tensor | PlainJpeg:
+        return decode_rgb(*file)
 
     def close(self) -> None:
         """When all threads have ended."""
@@ -187,21 +196,22 @@ class _ByGpu(_ByThreads):
 
     def read(self, index: int) -> Tensor | PlainJpeg:
         file = self.images.encoded(index)
-        return self.images.read(index).pin_memory() if file is None else self._look_at(file)
+        return self.images.read(index).pin_memory() if file is None else self.decode(file)
 
     def read_all(self, indices: list[int]) -> list[Tensor | PlainJpeg | None]:
         files = [file for index in indices if (file := self.images.file(index)) is not None]
         if not file_readers.POSSIBLE or len(files) < len(indices):
             return super().read_all(indices)
-        contents = self.files.read([file.path for file in files])
+        contents = self.files.read([file.place for file in files])
         return [
             None
             if isinstance(content, OSError)
-            else _readable(self._look_at, EncodedImage(content, file.short_side))
+            else _readable(self.decode, EncodedImage(content, file.short_side))
             for content, file in zip(contents, files, strict=True)
         ]
 
-    def _look_at(self, file: EncodedImage) -> Tensor | PlainJpeg:
+    def decode(self, file: EncodedImage) -> Tensor | PlainJpeg:
+        """Plain JPEG files are left to the GPU."""
         jpeg = plain_jpeg(file) if self.takes_jpeg else None
         return decode_rgb(*file).pin_memory() if jpeg is None else jpeg
 

@@ -1,13 +1,13 @@
 """Parts of image sets by fixed rules, and sets joined to one."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from xmoco.data.batches import epoch_order
-from xmoco.data.decode import EncodedImage, ImageFile
+from xmoco.data.decode import EncodedImage, ImageFile, UnreadableImage
 from xmoco.data.imagesets import ArrayImages, ImageSet, RaggedImages
 from xmoco.errors import UserError
 
@@ -30,6 +30,9 @@ class Subset(ImageSet):
 
     def encoded(self, index: int) -> EncodedImage | None:
         return self._images.encoded(self._positions[index])
+
+    def encoded_all(self, indices: Sequence[int]) -> list[EncodedImage | UnreadableImage] | None:
+        return self._images.encoded_all([self._positions[index] for index in indices])
 
     def file(self, index: int) -> ImageFile | None:
         return self._images.file(self._positions[index])

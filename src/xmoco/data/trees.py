@@ -16,18 +16,12 @@ from pathlib import Path
 from typing import BinaryIO, Protocol
 from weakref import WeakValueDictionary, finalize
 
-from xmoco.data.file_server import LARGEST_FILE, read_file
+from xmoco.data.file_server import LARGEST_FILE, Place, read_file
+from xmoco.data.listing import once_per_machine
+from xmoco.data.names import IMAGE_EXTENSIONS, ends_in, is_visible, visible_path
 from xmoco.data.tar_members import DamagedArchive, members
 from xmoco.errors import UserError
 from xmoco.text import printable
-
-IMAGE_EXTENSIONS = (
-    *("jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff"),
-    *("avif", "jp2", "tga", "ppm", "pgm", "pbm", "pnm"),
-)
-
-_NOT_DATA = "__MACOSX"
-"""Where macOS keeps resource forks in archives, under the names of the images they belong to."""
 
 LARGEST_UNPACKED = 3 * 2**30
 """Bytes of a compressed archive when decompressed: two megabytes of .xz can hold more than any
@@ -77,8 +71,8 @@ class Tree(ABC):
     def read(self, path: str, largest: int = LARGEST_FILE) -> bytes:
         """All bytes of a file; an ``OSError`` if it has more than ``largest``."""
 
-    def file(self, path: str) -> str | None:  # noqa: ARG002
-        """Where the file is on disk, if it is one of its own."""
+    def place(self, path: str) -> Place | None:  # noqa: ARG002
+        """Where the file is on disk, if it can be read from there."""
         return None
 
     @abstractmethod
@@ -92,7 +86,7 @@ class FolderTree(Tree):
 
     def files(self, endings: Collection[str]) -> list[str]:
         try:
-            return sorted(_files_below(str(self._root), endings))
+            return once_per_machine(lambda: sorted(_files_below(str(self._root), endings)))
         except OSError as error:
             raise UserError(
                 f"cannot list {printable(error.filename)}: {error.strerror}."
@@ -104,8 +98,8 @@ class FolderTree(Tree):
     def read(self, path: str, largest: int = LARGEST_FILE) -> bytes:
         return read_file(self._root / path, largest)
 
-    def file(self, path: str) -> str:
-        return str(self._root / path)
+    def place(self, path: str) -> Place:
+        return Place(str(self._root / path))
 
     def where(self, path: str) -> str:
         return printable(str(self._root / path))
@@ -116,6 +110,8 @@ class TarTree(Tree):
 
     def __init__(self, path: Path) -> None:
         self._name = path.name
+        self._plain: str | None = None
+        """The archive's path, where files can be read from it as they are."""
         self._take: Callable[[int, int], bytes]
         """Bytes by offset and size."""
         try:
@@ -124,6 +120,7 @@ class TarTree(Tree):
                 mark = next((mark for mark in _COMPRESSED if start.startswith(mark)), None)
                 file.seek(0)
                 if mark is None:
+                    self._plain = str(path.resolve())
                     length = os.fstat(file.fileno()).st_size
                     descriptor = os.dup(file.fileno())
                     finalize(self, os.close, descriptor)
@@ -133,7 +130,7 @@ class TarTree(Tree):
                     content = memoryview(_decompressed(file, mark))
                     length = len(content)
                     self._take = lambda offset, size: bytes(content[offset : offset + size])
-            self._places = _places(self._take, length)
+            self._places = once_per_machine(lambda: _places(self._take, length))
         except (OSError, EOFError, lzma.LZMAError, zlib.error, DamagedArchive) as error:
             reason = printable(str(error).rstrip("."))
             raise UserError(
@@ -142,7 +139,7 @@ class TarTree(Tree):
             ) from error
 
     def files(self, endings: Collection[str]) -> list[str]:
-        return sorted(path for path in self._places if _ends_in(path, endings))
+        return sorted(path for path in self._places if ends_in(path, endings))
 
     def holds(self, path: str) -> bool:
         return path in self._places
@@ -152,6 +149,9 @@ class TarTree(Tree):
         if size > largest:
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), self.where(path))
         return self._take(offset, size)
+
+    def place(self, path: str) -> Place | None:
+        return None if self._plain is None else Place(self._plain, *self._places[path])
 
     def where(self, path: str) -> str:
         return printable(f"{self._name}: {path}")
@@ -205,7 +205,7 @@ def _files_below(top: str, endings: Collection[str]) -> Iterator[str]:
                             "folders, many of them perhaps again and again: remove such links."
                         )
                 waiting.append((entry.path, f"{inside}{entry.name}/", seen))
-            elif _ends_in(entry.name, endings) and _is_regular(entry):
+            elif ends_in(entry.name, endings) and _is_regular(entry):
                 yield inside + entry.name
 
 
@@ -254,19 +254,11 @@ def _places(take: Callable[[int, int], bytes], length: int) -> dict[str, tuple[i
             names[name] = names[link]
         else:
             continue
-        parts = [part for part in name.split("/") if part not in ("", ".")]
-        if parts and all(map(_is_visible, parts)):  # which ".." is not
-            places["/".join(parts)] = names[name]
+        path = visible_path(name)
+        if path is not None:
+            places[path] = names[name]
     return places
 
 
 def _is_entry_visible(entry: os.DirEntry[str]) -> bool:
-    return _is_visible(entry.name)
-
-
-def _is_visible(name: str) -> bool:
-    return not name.startswith(".") and name != _NOT_DATA
-
-
-def _ends_in(path: str, endings: Collection[str]) -> bool:
-    return path.rpartition(".")[2].lower() in endings
+    return is_visible(entry.name)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from xmoco.data import Unreadable
 from xmoco.data.imagesets import EncodedImages
+from xmoco.data.names import IMAGE_EXTENSIONS
 from xmoco.data.sources import existing_path
-from xmoco.data.trees import IMAGE_EXTENSIONS, FolderTree, Tree, open_tar
+from xmoco.data.trees import FolderTree, Tree, open_tar
 from xmoco.detect.detector_files import read_detector
 from xmoco.detect.drawing import drawn
 from xmoco.detect.masks import runs_of_bitmap

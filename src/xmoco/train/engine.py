@@ -12,6 +12,7 @@ from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from lightning_fabric.strategies.ddp import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
+from xmoco.distributed import alone
 from xmoco.errors import UserError
 from xmoco.launchers import launcher
 from xmoco.train.cpu import keep_memory
@@ -99,7 +100,8 @@ def on_first(fabric: Fabric, action: Callable[[], T]) -> T:
     outcome: tuple[T | None, str | None] = (None, None)
     if fabric.is_global_zero:
         try:
-            outcome = (action(), None)
+            with alone():
+                outcome = (action(), None)
         except UserError as error:
             outcome = (None, str(error))
     result, mistake = fabric.broadcast(outcome)

@@ -1,0 +1,149 @@
+"""Finds the images in tar shards: a program of its own, and small, for as many cores as there are.
+
+Names follow WebDataset's layout: ``a/0012.jpg`` may have its class in ``a/0012.cls``. It is told
+paths by its standard input, one in a line of hexadecimal digits, and answers each on its standard
+output. Nothing but the standard library is imported.
+"""
+
+import json
+import os
+import struct
+import sys
+from array import array
+from collections.abc import Callable
+from typing import IO, NamedTuple, TypeAlias
+
+from xmoco.data.names import IMAGE_EXTENSIONS, LABEL_ENDING, ends_in, sample_of, visible_path
+from xmoco.data.tar_members import DamagedArchive, members
+
+Numbers: TypeAlias = "array[int]"
+Labels: TypeAlias = tuple[list[str], Numbers]
+"""Each different label once, and which each image has."""
+
+LONGEST_LABEL = 256
+LARGEST = 2**32 - 1
+"""A length that no reader accepts, for files of that many bytes and more."""
+
+
+class Scanned(NamedTuple):
+    """The images of a shard, in its order, as columns; ``Q`` and ``I`` are unsigned numbers."""
+
+    offsets: Numbers
+    lengths: Numbers
+    parts: Numbers
+    """0 where the bytes are the image; else they are a page of Parquet, and n the n-th value."""
+    names: bytes
+    """One after the other."""
+    name_lengths: Numbers
+    labels: dict[str, Labels]
+    """By their kind: ``cls``, ``folder``."""
+
+
+def scan_tar(read: Callable[[int, int], bytes], length: int) -> Scanned:
+    """Raises ``DamagedArchive`` or an ``OSError``."""
+    places: dict[str, tuple[int, int]] = {}
+    images: dict[str, tuple[int, int]] = {}
+    told: dict[str, str] = {}
+    for name, offset, size, link in members(read, length):
+        if link is None:
+            places[name] = offset, size
+        elif link in places:
+            places[name] = places[link]
+        else:
+            continue
+        path = visible_path(name)
+        if path is None:
+            continue
+        if ends_in(path, IMAGE_EXTENSIONS):
+            images[path] = places[name]
+        elif ends_in(path, (LABEL_ENDING,)) and size <= LONGEST_LABEL:
+            text = read(*places[name]).decode("utf-8", "replace").strip()
+            if text:
+                told[sample_of(path)] = text
+    encoded = [path.encode("utf-8", "surrogateescape") for path in images]
+    labels = {}
+    if told and all(sample_of(path) in told for path in images):
+        labels["cls"] = numbered([told[sample_of(path)] for path in images])
+    if images and all(path.count("/") == 1 for path in images):
+        labels["folder"] = numbered([path.partition("/")[0] for path in images])
+    return Scanned(
+        array("Q", (offset for offset, _ in images.values())),
+        array("I", (min(size, LARGEST) for _, size in images.values())),
+        array("I", bytes(4 * len(images))),
+        b"".join(encoded),
+        array("I", map(len, encoded)),
+        labels,
+    )
+
+
+def numbered(labels: list[str]) -> Labels:
+    numbers: dict[str, int] = {}
+    which = array("I", (numbers.setdefault(label, len(numbers)) for label in labels))
+    return list(numbers), which
+
+
+def scan_tar_file(path: str) -> Scanned:
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+    try:
+        length = os.fstat(descriptor).st_size
+        return scan_tar(lambda offset, count: os.pread(descriptor, count, offset), length)
+    finally:
+        os.close(descriptor)
+
+
+def write_scanned(scanned: Scanned, file: IO[bytes]) -> None:
+    kinds = {kind: classes for kind, (classes, _) in scanned.labels.items()}
+    columns = [
+        *(scanned.offsets.tobytes(), scanned.lengths.tobytes(), scanned.parts.tobytes()),
+        *(scanned.names, scanned.name_lengths.tobytes()),
+        *(which.tobytes() for _, which in scanned.labels.values()),
+    ]
+    _write(file, json.dumps(kinds).encode(), *columns)
+
+
+def read_scanned(file: IO[bytes]) -> Scanned:
+    """Raises what the scanner met: a ``DamagedArchive``."""
+    header, *columns = _read(file)
+    kinds = json.loads(header)
+    if "damaged" in kinds:
+        raise DamagedArchive(kinds["damaged"])
+    offsets, lengths, parts, names, name_lengths, *labels = columns
+    return Scanned(
+        array("Q", offsets),
+        array("I", lengths),
+        array("I", parts),
+        names,
+        array("I", name_lengths),
+        {
+            kind: (classes, array("I", which))
+            for (kind, classes), which in zip(kinds.items(), labels, strict=True)
+        },
+    )
+
+
+def _write(file: IO[bytes], *pieces: bytes) -> None:
+    file.write(struct.pack(f"=q{len(pieces)}q", len(pieces), *map(len, pieces)))
+    for piece in pieces:
+        file.write(piece)
+    file.flush()
+
+
+def _read(file: IO[bytes]) -> list[bytes]:
+    count = struct.unpack("=q", _exactly(file, 8))[0]
+    lengths = struct.unpack(f"={count}q", _exactly(file, 8 * count))
+    return [_exactly(file, length) for length in lengths]
+
+
+def _exactly(file: IO[bytes], length: int) -> bytes:
+    content = file.read(length)
+    if len(content) < length:
+        raise EOFError("the scanning process has ended")
+    return content
+
+
+def main() -> None:
+    for line in sys.stdin:
+        try:
+            write_scanned(scan_tar_file(os.fsdecode(bytes.fromhex(line))), sys.stdout.buffer)
+        except (OSError, DamagedArchive) as error:
+            _write(sys.stdout.buffer, json.dumps({"damaged": str(error)}).encode())
