@@ -47,6 +47,9 @@ SETTINGS = {
     "vicreg": "learning_rate=0.1",
     "msf": "predictor_hidden=256",
     "mnn": "predictor_hidden=256",
+    "supervised": "",
+    "instdisc": "temperature=0.1",
+    "moco": "",
 }
 UNTRAINED = "untrained"
 FILE = "methods.jsonl"

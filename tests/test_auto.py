@@ -77,8 +77,10 @@ def test_sizes_are_looked_at_and_unreadable_images_are_no_trouble() -> None:
     assert look_at(ArrayImages("some", pixels), "cpu") == Situation(40, 50, "cpu")
 
 
-def test_speed_is_measured_by_a_few_steps() -> None:
-    config = load_config("demo", settings={"batch": 8})
+@pytest.mark.parametrize("method", ["xmoco", "supervised", "instdisc"])
+def test_speed_is_measured_by_a_few_steps(method: str) -> None:
+    """Also of who learns from more than noise: labels or positions are made up."""
+    config = load_config("demo", [f"method={method}"], settings={"batch": 8})
     fast = measured(config, torch.device("cpu"), at_once=4)
     assert math.isfinite(fast)
     assert fast > 0

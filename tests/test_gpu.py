@@ -62,6 +62,9 @@ METHODS = {
     "sce, consistency": f"method=sce {BANKS} symmetric=true consistency_weight=0.5",
     "msf": f"method=msf {BANKS} predictor_hidden=32",
     "mnn": f"method=mnn {BANKS} predictor_hidden=32",
+    "supervised": "method=supervised",
+    "instdisc": "method=instdisc",
+    "moco": f"method=moco {BANKS}",
     "lars": f"{BANKS} optim=lars learning_rate=16 trust=0.02",
     "lars, clipped": f"{BANKS} optim=lars learning_rate=16 trust=0.02 clip=true",
     "adamw": f"{BANKS} optim=adamw learning_rate=0.016",
@@ -95,7 +98,8 @@ def pictures() -> ArrayImages:
     generator = torch.Generator().manual_seed(0)
     colours = torch.rand(IMAGES, 3, 4, 4, generator=generator)
     smooth = torch.nn.functional.interpolate(colours, (20, 20), mode="bilinear")
-    return ArrayImages("pictures", (255 * smooth).to(torch.uint8))
+    labels = (colours.mean(dim=(1, 2, 3)) > 0.5).long()
+    return ArrayImages("pictures", (255 * smooth).to(torch.uint8), labels, ("dark", "bright"))
 
 
 def uncapturable(config: Config) -> Method:

@@ -18,6 +18,7 @@ import xmoco
 from helpers import (
     Outcome,
     assert_done,
+    assert_refused,
     assert_same_end,
     checkpoints,
     fingerprint,
@@ -381,6 +382,7 @@ def test_accumulation_and_the_second_method(recipe: Path, tmp_path: Path) -> Non
         ("simclr", "SimCLR", "2 of 16 px", []),
         ("byol", "BYOL", "2 of 16 px", ["predictor_hidden=16", "optim=lars"]),
         ("barlowtwins", "Barlow Twins", "2 of 16 px", ["optim=lars", "clip=true"]),
+        ("supervised", "Supervised", "1 of 16 px", []),
         (
             "swav",
             "SwAV",
@@ -400,6 +402,9 @@ def test_methods_without_banks(
     assert f"{title} on tiny, " in outcome.stdout
     assert f"random views of an image: {views}\n" in outcome.stdout
     assert "bank" not in outcome.stdout.replace(str(run), "")
+    learned = method == "supervised"
+    assert ("labels are what is learned\n" in outcome.stdout) == learned
+    assert ("labels are used by the kNN monitor only\n" in outcome.stdout) != learned
     assert knn_records(run) == [("raw pixels", 0), ("untrained", 0), (method, 1)]
     values = [line["values"] for line in metrics(run) if "values" in line]
     assert all(math.isfinite(value) for line in values for value in line.values())
@@ -407,6 +412,17 @@ def test_methods_without_banks(
         {"fill/queue"} if method == "swav" else set()
     )
     assert xmoco.load_backbone(run)(torch.zeros(1, 3, 16, 16)).shape == (1, 128)
+
+
+@pytest.mark.parametrize("dry", [False, True])
+def test_labels_that_are_not_there_cannot_be_learned(
+    recipe: Path, tmp_path: Path, dry: bool
+) -> None:
+    run = tmp_path / "run"
+    how = ("--dry-run",) if dry else ("--out", run)
+    outcome = run_cli("pretrain", "-r", recipe, *how, "method=supervised", "labels=none")
+    assert_refused(outcome, "has no labels, from which method=supervised learns")
+    assert not run.exists()
 
 
 @pytest.mark.usefixtures("quick")

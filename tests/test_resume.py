@@ -121,6 +121,7 @@ def test_killed_before_anything_was_saved(recipe: Path, tmp_path: Path) -> None:
         ["method=simclr", "optim=adamw"],
         ["method=byol", "predictor_hidden=16"],
         ["method=simsiam", "predictor_hidden=16"],
+        ["method=instdisc"],
         [
             "method=swav",
             "prototypes=8",

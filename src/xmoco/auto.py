@@ -15,7 +15,8 @@ from torch import Tensor
 
 from xmoco.config import Config
 from xmoco.data.decode import UnreadableImage
-from xmoco.data.imagesets import ImageSet
+from xmoco.data.imagesets import ArrayImages, ImageSet
+from xmoco.data.streaming import Batch, sent
 from xmoco.distributed import alone
 from xmoco.methods import build_method, method_class
 from xmoco.nn.encoding import resolve_batch_norm
@@ -182,10 +183,14 @@ def _images_per_second(config: Config, device: torch.device, at_once: int) -> fl
         }
     )
     task = build_method(settings)
+    noise = _noise_set(count)
+    task.meet(noise)
     task.optimize_for(device)
     task.to(device).to(memory_format=torch.channels_last)
     values = ScheduledValues(task.schedules())
     views = [_noise(count, group.input.size, device) for group in task.views for _ in group.names]
+    batch = Batch(noise.pixels, torch.ones(count, 2), torch.arange(count), noise.labels)
+    views += [sent(one, device) for one in task.beside_views(batch)]
     learned = [p for p in task.parameters() if p.requires_grad]
     seconds = math.inf
     for step in range(3):  # the first warms up
@@ -199,6 +204,12 @@ def _images_per_second(config: Config, device: torch.device, at_once: int) -> fl
             torch.cuda.synchronize()
         seconds = min(seconds, time.perf_counter() - started)
     return count / seconds
+
+
+def _noise_set(count: int) -> ArrayImages:
+    """What a method is told of the images: so many, of two classes."""
+    labels = torch.arange(count) % 2
+    return ArrayImages("noise", torch.zeros(count, 3, 1, 1, dtype=torch.uint8), labels, ("a", "b"))
 
 
 def _noise(count: int, size: int, device: torch.device) -> Tensor:

@@ -73,8 +73,8 @@ class DataConfig(Section):
     labels: Literal["auto", "folders", "none"] = Field(
         "auto",
         description="Whether subfolders are classes: `auto` decides from the layout, and takes a "
-        "file labels.csv instead where there is one. Training never sees labels; the kNN monitor "
-        "does.",
+        "file labels.csv instead where there is one. The kNN monitor uses them, and training only "
+        "by method=supervised.",
     )
     root: Text = Field("data", description="Where torchvision sets are kept.")
     download: bool = Field(False, description="Download a torchvision set that is not there yet.")
@@ -183,7 +183,9 @@ class ModelConfig(Section):
         description="`imagenet`: 7×7 stride 2 and pooling; `cifar`: 3×3, for small images. Models "
         "of timm have their own, and leave it at `imagenet`.",
     )
-    head_layers: int = Field(4, ge=2, le=5, description="Layers of the projection head.")
+    head_layers: int = Field(
+        4, ge=1, le=5, description="Layers of the projection head; 1: a linear one."
+    )
     head_hidden: int = Field(2048, ge=1, description="Width of the head's hidden layers.")
     feature_size: int = Field(128, ge=2, description="Length d of queries and keys.")
     batch_norm: Literal["auto", "plain", "split", "shuffled", "synchronised"] = Field(
@@ -353,6 +355,12 @@ class XMoCoConfig(TwoBanksConfig):
 class MoCoV2PlusConfig(TwoBanksConfig):
     name: Literal["mocov2plus"] = Field(
         "mocov2plus", description="MoCo v2 with symmetric InfoNCE and two banks."
+    )
+
+
+class MoCoOneWayConfig(DirectedConfig, MoCoConfig):
+    name: Literal["moco"] = Field(
+        "moco", description="A query picks its key out of past ones: MoCo, versions 1 and 2."
     )
 
 
@@ -587,6 +595,24 @@ class MNNConfig(NeighbourConfig):
     )
 
 
+class SupervisedConfig(MethodSettings):
+    name: Literal["supervised"] = Field(
+        "supervised", description="A linear classifier learns labels; the upper reference."
+    )
+
+
+class InstDiscConfig(MethodSettings):
+    name: Literal["instdisc"] = Field(
+        "instdisc", description="An image finds its own past look among those of all images."
+    )
+    temperature: float = Field(
+        0.07, gt=0, description="τ: divides similarities before the softmax."
+    )
+    slot_momentum: float = Field(
+        0.5, ge=0, lt=1, description="Share of its past that an image's slot keeps when it is seen."
+    )
+
+
 class OptimizerConfig(Section):
     """Settings of every optimiser."""
 
@@ -699,6 +725,9 @@ MethodConfig = (
     | VICRegConfig
     | MSFConfig
     | MNNConfig
+    | SupervisedConfig
+    | InstDiscConfig
+    | MoCoOneWayConfig
 )
 OptimConfig = SGDConfig | LARSConfig | AdamWConfig
 

@@ -71,7 +71,9 @@ def show_plan(
     here = config.model_copy(update={"model": model_here(config, fabric)})
     images = open_images(config.data, "train")
     assert images is not None
-    for line in about(here, build_method(here), images, fabric):
+    method = build_method(here)
+    method.meet(images)
+    for line in about(here, method, images, fabric):
         say(console, line)
     if not asked.automatic:  # which has told it already
         say(console, on_first(fabric, lambda: _forecast(config, len(images), fabric)))
@@ -203,7 +205,9 @@ def about(
     millions = sum(p.numel() for p in method.encoder.parameters()) / 1e6
     labels = "no labels" if images.classes is None else f"{len(images.classes)} classes"
     yield f"{images.name}: {len(images):,} images, {labels}"
-    if images.classes is not None:
+    if method.uses_labels:
+        yield "labels are what is learned"
+    elif images.classes is not None:
         yield "labels are used by the kNN monitor only"
     yield f"{method.title} on {config.model.backbone}, {millions:.1f} M parameters with its head"
     yield (

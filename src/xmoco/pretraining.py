@@ -138,6 +138,7 @@ def _run(
         _start_from(weights, config, method.encoder.backbone)
     images, test = open_images(config.data, "train"), open_images(config.data, "test")
     assert images is not None
+    method.meet(images)
     broken = Unreadable(0 if test is None else len(test))
     with console.status(Text(f"reading {images.name}")):
         batches = _batches(config, fabric, images, RunFolder(path).unreadable())
@@ -155,7 +156,10 @@ def _run(
             method,
             batches,
             run,
-            identity={"settings": _lasting(config), "images": fingerprint(images)},
+            identity={
+                "settings": _lasting(config),
+                "images": fingerprint(images, with_labels=method.uses_labels),
+            },
             same_identity=_same_identity,
             resume_command=_resume_command(path, config.run),
         )
@@ -204,6 +208,7 @@ def prepare_training(
     here = config.model_copy(update={"model": model_here(config, fabric)})
     torch.manual_seed(config.train.seed)
     method, batches = build(here), _batches(config, fabric, images)
+    method.meet(images)
     plan = _plan(config, batches.steps_per_epoch)
     return Training(
         plan, fabric, method, batches, run, identity or {}, resume_command=resume_command

@@ -75,6 +75,10 @@ def test_labels_and_classes_matter() -> None:
         noise(torch.ones(6, 2, dtype=torch.bool), classes),
     ]
     assert len({content_digest(images) for images in sets}) == len(sets)
+    # To a glance they matter where asked for: for who learns from them.
+    glance = fingerprint.fingerprint
+    assert len({glance(images, with_labels=True) for images in sets}) == len(sets)
+    assert len({glance(images) for images in sets}) == 1
 
 
 def test_shapes_of_images_matter() -> None:

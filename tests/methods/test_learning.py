@@ -29,6 +29,8 @@ METHODS = {
     "msf": f"method=msf {NEIGHBOURS} bank_length=64 neighbours=2 epochs=6",
     "mnn": f"method=mnn {NEIGHBOURS} bank_length=128",
     "alignuniform": "method=alignuniform symmetric=false bank_length=128 learning_rate=1",
+    "supervised": "method=supervised learning_rate=1 epochs=4",
+    "instdisc": "method=instdisc temperature=0.2 learning_rate=4 epochs=5",
 }
 
 
@@ -44,6 +46,7 @@ COMPARING = {
     "ressl": f"method=ressl {BANK}",
     "sce": f"method=sce {BANK}",
     "co2": f"method=co2 {BANK}",
+    "moco": f"method=moco {BANK}",
     "jcl": f"method=jcl {BANK} key_views=2",
     "uota": "method=uota prototypes=30 queue_length=128 queue_from_epoch=0 epsilon=0.03 "
     "freeze_prototypes_epochs=0.1",

@@ -40,7 +40,10 @@ from xmoco.methods.simclr import SimCLR
 from xmoco.methods.swav import SwAV
 from xmoco.methods.xmoco import XMoCo
 
-BANKS = ("xmoco", "mocov2plus", "ressl", "sce", "co2", "alignuniform", "jcl", "mnn", "msf")
+BANKS = (
+    *("xmoco", "mocov2plus", "ressl", "sce", "co2", "alignuniform", "jcl"),
+    *("moco", "mnn", "msf"),
+)
 MOMENTUM = (*BANKS, "byol")
 SIDES = {"source", "target"}
 TERMS = {
@@ -60,6 +63,9 @@ TERMS = {
     "vicreg": {"invariance", "variance", "covariance"},
     "msf": set(),
     "mnn": {"keys", "neighbours"},
+    "supervised": set(),
+    "instdisc": set(),
+    "moco": set(),
 }
 METRICS = {"feature_spread", "effective_rank"}
 CONTRAST_METRICS = {"positive_probability", "consistency_gap"}
@@ -159,6 +165,7 @@ def test_only_what_learns_gets_gradients(name: str) -> None:
     learns = {
         "byol": ("encoder.", "predictor."),
         "swav": ("encoder.", "prototypes."),
+        "supervised": ("encoder.", "classifier."),
         **dict.fromkeys(("simsiam", "msf", "mnn"), ("encoder.", "predictor.")),
         "uota": ("encoder.", "prototypes."),
     }
@@ -319,6 +326,8 @@ def test_levels_that_losses_are_compared_with() -> None:
     assert built(METHODS["simclr"]).reference_levels() == {"chance": math.log(1023)}
     for name in ("byol", "msf", "mnn", "alignuniform"):
         assert built(METHODS[name]).reference_levels() == {"unrelated": 2.0}
+    assert built(METHODS["supervised"]).reference_levels() == {"chance": math.log(2)}
+    assert built(METHODS["instdisc"]).reference_levels() == {"chance": math.log(48)}
     assert built(METHODS["simsiam"]).reference_levels() == {"unrelated": 0.0}
     assert built(METHODS["barlowtwins"]).reference_levels() == {"unrelated": 0.024 * 16}
     assert built(METHODS["vicreg"]).reference_levels() == {"collapsed": 25 * 0.99}
@@ -347,7 +356,7 @@ def test_titles_are_the_methods_names() -> None:
     assert titles == [
         *("XMoCo", "MoCo v2+", "SimCLR", "BYOL", "SwAV", "ReSSL", "SCE", "CO2"),
         *("MoCo v2 + align/uniform", "JCL", "SwAV + UOTA"),
-        *("SimSiam", "Barlow Twins", "VICReg", "MSF", "MNN"),
+        *("SimSiam", "Barlow Twins", "VICReg", "MSF", "MNN", "Supervised", "InstDisc", "MoCo"),
     ]
 
 

@@ -12,9 +12,11 @@ from xmoco.config import (
     CO2Config,
     Config,
     IdeasConfig,
+    InstDiscConfig,
     JCLConfig,
     MethodConfig,
     MNNConfig,
+    MoCoOneWayConfig,
     MoCoV2PlusConfig,
     ModelConfig,
     MSFConfig,
@@ -22,12 +24,15 @@ from xmoco.config import (
     SCEConfig,
     SimCLRConfig,
     SimSiamConfig,
+    SupervisedConfig,
     SwAVConfig,
     UOTAConfig,
     VICRegConfig,
     XMoCoConfig,
 )
+from xmoco.data import ArrayImages, Batch
 from xmoco.methods import Method, build_method
+from xmoco.methods.instdisc import InstDisc
 from xmoco.schedules import Clock, ScheduledValues, Value
 
 XMOCO = XMoCoConfig(bank_length=24, key_momentum=0.9)
@@ -53,6 +58,9 @@ METHODS: dict[str, MethodConfig] = {
     "vicreg": VICRegConfig(),
     "msf": MSFConfig(bank_length=24, key_momentum=0.9, predictor_hidden=24, neighbours=3),
     "mnn": MNNConfig(bank_length=24, key_momentum=0.9, predictor_hidden=24, neighbours=3),
+    "supervised": SupervisedConfig(),
+    "instdisc": InstDiscConfig(),
+    "moco": MoCoOneWayConfig(bank_length=24, key_momentum=0.9),
 }
 """Every method, small."""
 _BOTH = {"label_weight": 0.8, "consistency_weight": 0.5}
@@ -68,11 +76,20 @@ IDEAS: dict[str, IdeasConfig | SCEConfig] = {
 PLAIN = TINY_SPLIT.model_copy(update={"batch_norm": "plain"})
 BATCH = 16
 EPOCH, EPOCHS = 4, 10
+IMAGES = ArrayImages(
+    "toys",
+    torch.zeros(3 * BATCH, 3, 1, 1, dtype=torch.uint8),
+    torch.arange(3 * BATCH) % 2,
+    ("darker", "brighter"),
+)
+"""What methods are told of the images."""
 
 
 def built(settings: MethodConfig, model: ModelConfig = TINY_SPLIT, seed: int = 0) -> Method:
     torch.manual_seed(seed)
-    return build_method(Config(model=model, method=settings))
+    method = build_method(Config(model=model, method=settings))
+    method.meet(IMAGES)
+    return method
 
 
 def two_views(step: int, count: int = 2) -> list[Tensor]:
@@ -94,11 +111,17 @@ def six_views(step: int) -> list[Tensor]:
 
 
 def views_for(method: Method, step: int) -> list[Tensor]:
-    """As many as the method asks for."""
+    """As many as the method asks for, and what it wants beside them. Who knows images by their
+    positions sees the same three batches again and again."""
     full, *others = (group.input.size for group in method.views)
     if any(size != full for size in others):
         return six_views(step)
-    return two_views(step, sum(group.count for group in method.views))
+    step = step % 3 if isinstance(method, InstDisc) else step
+    views = two_views(step, sum(group.count for group in method.views))
+    positions = torch.arange(BATCH) + step % 3 * BATCH
+    brighter = (views[0].mean(dim=(1, 2, 3)) > 0).long()
+    batch = Batch(torch.empty(0), torch.empty(0), positions, brighter)
+    return [*views, *method.beside_views(batch)]
 
 
 def values(method: Method, step: int = 0) -> dict[str, Value]:
@@ -118,7 +141,11 @@ def train(method: Method, steps: range, rate: float = 0.05) -> list[float]:
         at = values(method, step)
         optimiser.zero_grad()
         precision = next(method.parameters()).dtype
-        loss = method([view.to(precision) for view in views_for(method, step)], at).loss
+        inputs = [
+            view.to(precision) if view.is_floating_point() else view
+            for view in views_for(method, step)
+        ]
+        loss = method(inputs, at).loss
         loss.backward()
         method.before_update(at)
         optimiser.step()

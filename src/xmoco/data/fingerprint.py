@@ -21,16 +21,21 @@ IMAGES_PER_TASK = 64
 BYTES_PER_TASK = 2**26
 
 
-def fingerprint(images: ImageSet) -> str:
+def fingerprint(images: ImageSet, with_labels: bool = False) -> str:
     """A short text that changes with the number of images and, very likely, with their names.
 
     Names are looked at here and there, so that a set of millions takes no longer than a small one;
-    where the set lies does not matter, nor does what the images show.
+    where the set lies does not matter, nor does what the images show. ``with_labels``, it changes
+    with any label or class.
     """
     step = max(1, len(images) // LOOKED_AT)
     names = [PurePath(images.where(index)).name for index in range(0, len(images), step)]
     digest = hashlib.blake2b("\n".join(names).encode(errors="replace"), digest_size=8)
-    return f"{len(images)} images, names {digest.hexdigest()}"
+    text = f"{len(images)} images, names {digest.hexdigest()}"
+    if not with_labels:
+        return text
+    labels = hashlib.blake2b(_labels_text(images).encode(errors="replace"), digest_size=8)
+    return f"{text}, labels {labels.hexdigest()}"
 
 
 def content_digest(images: ImageSet, readers: int = 8, on_progress: Progress | None = None) -> str:
@@ -44,8 +49,7 @@ def content_digest(images: ImageSet, readers: int = 8, on_progress: Progress | N
         after = min(first + IMAGES_PER_TASK, len(images))
         return [_digest(_content(images, index)) for index in range(first, after)]
 
-    labels = {} if images.labels is None else {"labels": images.labels}
-    whole = hashlib.blake2b(repr((images.classes, tensors_digest(labels))).encode(), digest_size=16)
+    whole = hashlib.blake2b(_labels_text(images).encode(), digest_size=16)
     done = 0
     with ThreadPoolExecutor(readers, "xmoco-digest") as pool:
         for part in pool.map(digests, range(0, len(images), IMAGES_PER_TASK)):
@@ -70,6 +74,11 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
             for digest in pool.map(_digest, parts):
                 whole.update(digest)
     return whole.hexdigest()
+
+
+def _labels_text(images: ImageSet) -> str:
+    labels = {} if images.labels is None else {"labels": images.labels}
+    return repr((images.classes, tensors_digest(labels)))
 
 
 def _content(images: ImageSet, index: int) -> bytes:

@@ -52,6 +52,13 @@ class Batch:
     unreadable images were replaced. int64 (n,) or, with several per image, bool (n, classes)."""
 
 
+def sent(numbers: Tensor, device: torch.device) -> Tensor:
+    """Numbers of the host on the device, without waiting for them."""
+    if device.type == "cuda":  # only from pinned memory does a copy run beside the host
+        return numbers.pin_memory().to(device, non_blocking=True)
+    return numbers.to(device)
+
+
 def on_one_canvas(images: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Images (3, height, width) top left in one tensor as large as the largest, and their sizes."""
     sizes = torch.tensor([image.shape[1:] for image in images])

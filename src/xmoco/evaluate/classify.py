@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from xmoco.config import AugmentationConfig, InputConfig, SGDConfig
 from xmoco.data import Batch, ImageSet, Unreadable, in_order
 from xmoco.data.batches import Progress
+from xmoco.data.streaming import sent
 from xmoco.data.views import ViewGroup, central, views_of
 from xmoco.errors import UserError
+from xmoco.losses.labels import label_loss
 from xmoco.nn.backbones import feature_size
 from xmoco.task import Moment, ParamGroup, StepOutput, Task, Values
 from xmoco.train.in_folder import OnStep, Told, train_in_folder
@@ -161,7 +162,7 @@ class Classifier(Task):
             batch=moment.batch,
             rows=moment.rows,
         )
-        return [*crops, _sent(batch.labels, batch.images.device)]
+        return [*crops, sent(batch.labels, batch.images.device)]
 
     def forward(
         self,
@@ -172,20 +173,8 @@ class Classifier(Task):
         images, labels = inputs
         features = self.backbone(images)
         with torch.autocast(features.device.type, enabled=False):
-            loss = _loss(self.head(features.float()), labels)
+            loss = label_loss(self.head(features.float()), labels)
         return StepOutput(loss, {}, {})
-
-
-def _sent(labels: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda":  # only from pinned memory does a copy run beside the host
-        return labels.pin_memory().to(device, non_blocking=True)
-    return labels.to(device)
-
-
-def _loss(scores: Tensor, labels: Tensor) -> Tensor:
-    if labels.ndim == 2:
-        return F.binary_cross_entropy_with_logits(scores, labels.float())
-    return F.cross_entropy(scores, labels)
 
 
 def train_classifier(

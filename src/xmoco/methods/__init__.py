@@ -6,8 +6,10 @@ from xmoco.config import (
     BYOLConfig,
     CO2Config,
     Config,
+    InstDiscConfig,
     JCLConfig,
     MNNConfig,
+    MoCoOneWayConfig,
     MoCoV2PlusConfig,
     MSFConfig,
     ReSSLConfig,
@@ -15,6 +17,7 @@ from xmoco.config import (
     Section,
     SimCLRConfig,
     SimSiamConfig,
+    SupervisedConfig,
     SwAVConfig,
     UOTAConfig,
     VICRegConfig,
@@ -25,14 +28,17 @@ from xmoco.methods.barlowtwins import BarlowTwins
 from xmoco.methods.base import Method
 from xmoco.methods.byol import BYOL
 from xmoco.methods.co2 import CO2
+from xmoco.methods.instdisc import InstDisc
 from xmoco.methods.jcl import JCL
 from xmoco.methods.mnn import MNN
+from xmoco.methods.moco import MoCo
 from xmoco.methods.mocov2plus import MoCoV2Plus
 from xmoco.methods.msf import MSF
 from xmoco.methods.ressl import ReSSL
 from xmoco.methods.sce import SCE
 from xmoco.methods.simclr import SimCLR
 from xmoco.methods.simsiam import SimSiam
+from xmoco.methods.supervised import Supervised
 from xmoco.methods.swav import SwAV
 from xmoco.methods.uota import UOTA
 from xmoco.methods.vicreg import VICReg
@@ -57,6 +63,9 @@ METHODS: dict[type[Section], type[Method]] = {
     VICRegConfig: VICReg,
     MSFConfig: MSF,
     MNNConfig: MNN,
+    SupervisedConfig: Supervised,
+    InstDiscConfig: InstDisc,
+    MoCoOneWayConfig: MoCo,
 }
 
 

@@ -16,7 +16,8 @@ from xmoco.config import (
     MomentumEncoderConfig,
     NeighbourConfig,
 )
-from xmoco.data.streaming import Batch
+from xmoco.data.imagesets import ImageSet
+from xmoco.data.streaming import Batch, sent
 from xmoco.data.views import ViewGroup, views_of
 from xmoco.losses.bank import KeyBank, KeyBanks, Ring
 from xmoco.losses.contrast import Contrast, contrast
@@ -39,8 +40,10 @@ def named(term: str, values: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 class Method(Task):
-    """A way to learn from views of images without labels. ``encoder.backbone`` is what is kept."""
+    """A way to learn from views of images. ``encoder.backbone`` is what is kept."""
 
+    uses_labels: ClassVar[bool] = False
+    """Whether it learns from labels, too."""
     hides_keys: ClassVar[bool] = False
     """Whether batch statistics must not tell a query which key is its own."""
     encoder: Encoder
@@ -64,8 +67,13 @@ class Method(Task):
         self.run.prepare(encoder)
         return encoder
 
+    def meet(self, images: ImageSet) -> None:
+        """Told once, before training, which images are to be learned from: what depends on them (a
+        classifier's classes, a slot for every image) is made here. Images that do not suit are a
+        ``UserError``."""
+
     def inputs(self, batch: Batch, moment: Moment) -> Sequence[Tensor]:
-        return views_of(
+        views = views_of(
             batch.images,
             batch.sizes,
             self.views,
@@ -74,6 +82,12 @@ class Method(Task):
             batch=moment.batch,
             rows=moment.rows,
         )
+        return [*views, *(sent(one, batch.images.device) for one in self.beside_views(batch))]
+
+    def beside_views(self, batch: Batch) -> list[Tensor]:
+        """What else ``forward`` is given, after the views and a row for every image, from the
+        host: labels, or positions in the set."""
+        return []
 
     @abstractmethod
     def forward(

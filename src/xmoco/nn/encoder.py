@@ -33,13 +33,18 @@ def build_encoder(
     ending: Ending = "biased",
 ) -> Encoder:
     """``input`` says which images it must take, which matters to some backbones of timm."""
-    sizes = input or InputConfig()
-    backbone = build_backbone(model.backbone, model.stem, sizes.size)
-    check_size(model.backbone, backbone, sizes.central_size)
+    backbone = checked_backbone(model, input or InputConfig())
     head = mlp_head(
         feature_size(backbone), model.head_hidden, model.feature_size, model.head_layers, ending
     )
     return Encoder(backbone, head, unit_length)
+
+
+def checked_backbone(model: ModelConfig, input: InputConfig) -> nn.Module:
+    """One that takes such images."""
+    backbone = build_backbone(model.backbone, model.stem, input.size)
+    check_size(model.backbone, backbone, input.central_size)
+    return backbone
 
 
 def momentum_copy(encoder: nn.Module) -> nn.Module:
