@@ -57,6 +57,7 @@ METHODS = {
     "jcl": f"method=jcl {BANKS} key_views=3",
     "jcl, ideas": f"method=jcl {BANKS} key_views=3 symmetric=true {IDEAS}",
     "simclr, ideas": f"method=simclr {IDEAS}",
+    "instdisc, ideas": f"method=instdisc {IDEAS}",
     "mocov2plus, ideas": f"method=mocov2plus {BANKS} {IDEAS}",
     "co2, ideas": f"method=co2 {BANKS} symmetric=true {IDEAS}",
     "sce, consistency": f"method=sce {BANKS} symmetric=true consistency_weight=0.5",

@@ -601,7 +601,7 @@ class SupervisedConfig(MethodSettings):
     )
 
 
-class InstDiscConfig(MethodSettings):
+class InstDiscConfig(IdeasConfig):
     name: Literal["instdisc"] = Field(
         "instdisc", description="An image finds its own past look among those of all images."
     )

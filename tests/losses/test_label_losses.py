@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from xmoco.losses.instdisc import Slots, instance_loss
+from xmoco.losses.instdisc import Slots, slot_contrast
 from xmoco.losses.labels import label_loss
 
 
@@ -56,6 +56,10 @@ def test_label_losses_and_gradients_are_the_definitions(
         loss.backward()
         by_definition.backward()
         assert_close(found.grad, expected.grad, rtol=1e-7, atol=1e-8)
+
+
+def instance_loss(z: Tensor, positions: Tensor, slots: Tensor, temperature: float) -> Tensor:
+    return slot_contrast(z, positions, slots, temperature).infonce()
 
 
 def instances(count: int, images: int, size: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,6 +139,18 @@ def test_twenty_steps_lower_the_losses() -> None:
             losses.append(loss.item())
         assert losses == sorted(losses, reverse=True)
         assert losses[-1] < 0.9 * losses[0]
+
+
+def test_an_image_s_own_slot_is_the_positive_and_no_negative() -> None:
+    z, positions, slots = instances(3, 5, 4)
+    P = slot_contrast(z, positions, slots, 0.3)
+    assert P.p.shape == (3, 6)
+    whole = (z.detach() @ slots.T / 0.3).softmax(dim=1)
+    for row, position in enumerate(positions):
+        assert P.p[row, 1 + position] == 0
+        expected = torch.cat([whole[row, position][None], whole[row]])
+        expected[1 + position] = 0
+        assert_close(P.p[row], expected)
 
 
 def test_slots_of_the_images_seen_move_half_way_and_keep_unit_length() -> None:

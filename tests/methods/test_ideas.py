@@ -33,6 +33,7 @@ TERMS = {
     "co2": {"labels", "consistency", "agreement"},
     "sce": {"labels", "consistency"},
     "jcl": {"labels", "consistency", "spread"},
+    "instdisc": {"labels", "consistency"},
 }
 
 
@@ -82,7 +83,7 @@ def test_terms_and_their_weights(name: str) -> None:
     weights = {"labels": 1.0, "consistency": 0.25, "spread": 1.0}
     weights["agreement"] = at.get("agreement_weight")
     total = sum(weights[term.rpartition("_")[0]] * value for term, value in terms.items())
-    assert_close(loss, total / 2 if name == "simclr" else total)
+    assert_close(loss, total / 2 if name in ("simclr", "instdisc") else total)
     assert loss.dtype == torch.float32
 
 

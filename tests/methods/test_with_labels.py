@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from toys import BATCH, IMAGES, METHODS, PLAIN, built, train, values, views_for
 
-from xmoco.config import Config, MoCoOneWayConfig, SupervisedConfig
+from xmoco.config import Config, InstDiscConfig, MoCoOneWayConfig, SupervisedConfig
 from xmoco.data import ArrayImages, Batch
 from xmoco.errors import UserError
 from xmoco.methods import Method, build_method
@@ -110,6 +110,32 @@ def test_instdisc_tells_an_image_from_all_others_and_remembers_its_look() -> Non
         assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
     moved = F.normalize((before[16:32] + z.detach()) / 2, dim=1)
     assert_close(method.slots.rows, torch.cat([before[:16], moved, before[32:]]))
+
+
+def test_instdisc_with_consistency_compares_two_views_over_the_same_slots() -> None:
+    method = built(InstDiscConfig(consistency_weight=0.5), PLAIN)
+    assert isinstance(method, InstDisc)
+    encoder, before = copy.deepcopy(method.encoder), method.slots.rows.clone()
+    *views, positions = views_for(method, 1)
+    assert len(views) == 2
+    loss = method([*views, positions], values(method)).loss
+    z = [encoder(view).double() for view in views]
+    # The own slot first, then the others in their order.
+    others = torch.stack([torch.cat([torch.arange(i), torch.arange(i + 1, 48)]) for i in positions])
+    order = torch.cat([positions[:, None], others], dim=1)
+    log_p = [
+        torch.einsum("nd,nkd->nk", features, before.double()[order]).div(0.07).log_softmax(dim=1)
+        for features in z
+    ]
+    told = [-(p.exp().detach() * q).sum(1).mean() for p, q in (log_p, log_p[::-1])]
+    expected = (-log_p[0][:, 0].mean() - log_p[1][:, 0].mean() + 0.5 * sum(told)) / 2
+    assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
+    loss.backward()
+    expected.backward()
+    for mine, theirs in zip(method.encoder.parameters(), encoder.parameters(), strict=True):
+        assert_close(mine.grad, theirs.grad, rtol=1e-3, atol=1e-5)
+    mean = (z[0] + z[1]).detach().float() / 2
+    assert_close(method.slots.rows[16:32], F.normalize((before[16:32] + mean) / 2, dim=1))
 
 
 def test_moco_is_infonce_in_one_direction() -> None:

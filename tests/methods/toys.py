@@ -70,6 +70,7 @@ IDEAS: dict[str, IdeasConfig | SCEConfig] = {
     "co2": CO2Config(bank_length=24, key_momentum=0.9, symmetric=True, **_BOTH),
     "sce": SCEConfig(bank_length=24, key_momentum=0.9, symmetric=True, consistency_weight=0.5),
     "jcl": JCLConfig(bank_length=24, key_momentum=0.9, key_views=2, symmetric=True, **_BOTH),
+    "instdisc": InstDiscConfig(**_BOTH),
 }
 """Methods with XMoCo's ideas."""
 

@@ -5,7 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xmoco.distributed import gather
-from xmoco.losses.contrast import similarities
+from xmoco.losses.contrast import Contrast
+from xmoco.losses.ntxent import NO_CANDIDATE
+from xmoco.losses.similarity import precise
 
 
 class Slots(nn.Module):
@@ -28,12 +30,17 @@ class Slots(nn.Module):
         self.rows[positions] = F.normalize(moved, dim=1)
 
 
-def instance_loss(features: Tensor, positions: Tensor, slots: Tensor, temperature: float) -> Tensor:
-    """Mean over rows of −log softmax of the image's own slot among those of all images.
+def slot_contrast(
+    features: Tensor, positions: Tensor, slots: Tensor, temperature: float
+) -> Contrast:
+    """P (N, 1 + images) of an image's own slot, and of all slots, among which its own is none.
 
     The gradient is known beforehand, so slots may change before it is asked for.
     """
-    P = similarities(features, slots, temperature)
-    own = positions[:, None]
-    excess = P.p.scatter_add(1, own, P.p.new_full(own.shape, -1))
-    return P.pulled(-P.log_p.gather(1, own).mean(), excess)
+    with torch.no_grad(), torch.autocast(features.device.type, enabled=False):
+        z = precise(features)
+        rows = slots.to(z.dtype)
+        own = rows[positions]
+        logits = torch.cat([(z * own).sum(dim=1, keepdim=True), z @ rows.T], dim=1) / temperature
+        logits.scatter_(1, 1 + positions[:, None], NO_CANDIDATE)
+        return Contrast(features, slots, temperature, logits.log_softmax(dim=1), own)
