@@ -5,18 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from xmoco.config import Config, MoCoOneWayConfig
-from xmoco.methods.base import DirectedMethod
+from xmoco.methods.base import DirectedMethod, named
 from xmoco.task import StepOutput, Values
 
 
 class MoCo(DirectedMethod):
     title = "MoCo"
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        assert isinstance(config.method, MoCoOneWayConfig)
-        self.temperature = config.method.temperature
 
     def forward(
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
@@ -26,6 +20,6 @@ class MoCo(DirectedMethod):
         losses = [P.infonce() for P in contrasts]
         if self.training:
             self.banks.enqueue(*keys)
-        terms = self.named("contrast", losses) if len(losses) > 1 else {}
+        terms = named("contrast", losses) if len(losses) > 1 else {}
         metrics = self.metrics(contrasts) if with_metrics else {}
         return StepOutput(torch.stack(losses).sum(), terms, metrics)
