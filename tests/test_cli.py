@@ -98,7 +98,7 @@ def pretrain(*arguments: str | Path) -> Outcome:
         (["epochs"], ["'epochs' is not of the form key=value."]),
         (["flat.yaml"], ["'flat.yaml' is not of the form key=value (for images: --data flat"]),
         (["--recipe", "imagenet"], ["say with --data where", "not in 'data/imagenet'"]),
-        (["method=moco"], ["unknown method 'moco'", "xmoco, mocov2plus"]),
+        (["method=mocco"], ["unknown method 'mocco' (did you mean moco?)", "xmoco, mocov2plus"]),
         (["epochs=ten"], ["train.epochs = 'ten'"]),
         (["method=byol", "sharpness=2.0"], ["byol has no setting sharpness"]),
         (["batch=129"], ["128 images", "batch of 129", "largest batch possible is 128"]),

@@ -18,6 +18,7 @@ SMALL = ModelConfig(backbone="tiny", stem="cifar", head_layers=3, head_hidden=24
 
 @pytest.mark.parametrize("layers", [2, 3, 4, 5])
 def test_head_has_its_layers_and_a_linear_end(layers: int) -> None:
+    torch.manual_seed(layers)
     head = mlp_head(10, 6, 4, layers)
     kinds = [type(module) for module in head]
     assert kinds == [nn.Linear, nn.BatchNorm1d, nn.ReLU] * (layers - 1) + [nn.Linear]

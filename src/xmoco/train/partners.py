@@ -58,7 +58,7 @@ def watching(fabric: Fabric, way_on: str = "") -> Iterator[None]:
             watch.tell_that_gone(fabric.global_rank)
         raise
     finally:
-        watch.leaving.set()
+        watch.leave()
         _Watch.current = None
 
 
@@ -91,11 +91,18 @@ class _Watch(threading.Thread):
         self.known = threading.Event()
         """That somebody is gone."""
         self.leaving = threading.Event()
+        # Asking the store may take for ever, where its machine has lost its power.
+        self.signs = threading.Thread(target=self._talk, name="xmoco-signs", daemon=True)
+
+    def leave(self) -> None:
+        """Ends both threads: Python that ends while one of them is in the store's code aborts."""
+        self.leaving.set()
+        self.join()
+        self.signs.join(BEAT)
 
     def run(self) -> None:
         """Ends this process when another is gone."""
-        # Asking the store may take for ever, where its machine has lost its power.
-        threading.Thread(target=self._talk, name="xmoco-signs", daemon=True).start()
+        self.signs.start()
         heard, silent = 0, 0
         while self.gone is None and not self.leaving.wait(BEAT):
             silent = silent + 1 if self.beats == heard else 0
