@@ -130,6 +130,13 @@ def export(
     out: Annotated[
         Path | None, typer.Option(help="The new file. Default: beside the weights.")
     ] = None,
+    configs: Annotated[
+        Path | None,
+        typer.Option(
+            help="For Detectron2: a new folder for configuration files, one for every detector and "
+            "schedule of `xmoco evaluate detect`."
+        ),
+    ] = None,
 ) -> None:
     """Write the weights for another program.
 
@@ -138,7 +145,9 @@ def export(
     from xmoco.export import export as write_export
     from xmoco.export import how_to_load
 
-    path = write_export(weights, to, out)
+    path = write_export(weights, to, out, configs)
+    if configs is not None:
+        print_plain(f"configs  {configs}")
     print_plain(f"weights  {path}\n\n{how_to_load(weights, to, path)}")
 
 

@@ -140,7 +140,11 @@ def _precision(judged: Mapping[str, Judged]) -> list[Panel]:
 
 
 def picture_detections(
-    detector: nn.Module, data: DetectionSet, device: torch.device, bf16: bool = False
+    detector: nn.Module,
+    data: DetectionSet,
+    device: torch.device,
+    bf16: bool = False,
+    columns: int = 2,
 ) -> bytes:
     """A sheet of some validation images, always the same, with what is found in them."""
     some = taken(data.images, some_positions(len(data), SHOWN))
@@ -165,7 +169,7 @@ def picture_detections(
                 masks,
             )
         )
-    return pictures_sheet(found)
+    return pictures_sheet(found, columns)
 
 
 def _how_to_load(run: Path) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from xmoco.errors import UserError, nearest
 from xmoco.export import to_detectron2, to_onnx, to_timm, to_torchvision
+from xmoco.export.detectron2_configs import write_configs
 from xmoco.files import write_whole
 from xmoco.nn.weights import BackboneCard, load_backbone, read_card
 
@@ -56,14 +57,23 @@ TARGETS = {
 }
 
 
-def export(weights: str | Path, to: str, out: str | Path | None = None) -> Path:
+def export(
+    weights: str | Path,
+    to: str,
+    out: str | Path | None = None,
+    configs: str | Path | None = None,
+) -> Path:
     """Write the backbone of a run folder or a ``backbone.safetensors`` for another program.
 
     ``to`` is torchvision, timm, detectron2 or onnx; the file goes beside the weights unless ``out``
     says where. It is there only if it was read back and gave the same features, to ``TOLERANCE``;
-    an existing file is left alone.
+    an existing file is left alone. ``configs`` is a new folder for configurations of Detectron2.
     """
     target = _target(to)
+    if configs is not None and to != "detectron2":
+        raise UserError(f"--configs is for detectron2 only: leave it out for {to}.")
+    if configs is not None and Path(configs).exists():
+        raise UserError(f"{configs} already exists: choose another folder with --configs.")
     card, source = read_card(weights)
     default = source.with_suffix(target.ending)
     path = default if out is None else Path(out)
@@ -93,6 +103,8 @@ def export(weights: str | Path, to: str, out: str | Path | None = None) -> Path:
         _compare(found, expected, f"{path} was not kept: read back by {to}, it gives")
 
     write_whole(path, write_and_check)
+    if configs is not None:
+        write_configs(card, path, Path(configs))
     return path
 
 

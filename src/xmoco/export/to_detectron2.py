@@ -7,10 +7,11 @@ back by a forward pass written from Detectron2's own rules for names, strides an
 
 import pickle
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor, nn
 
 from xmoco.errors import UserError
@@ -32,7 +33,7 @@ DEPTHS = (18, 34, 50, 101, 152)
 
 
 def write(backbone: nn.Module, card: BackboneCard, file: BinaryIO) -> None:
-    _architecture(card)  # refuses what Detectron2 cannot build
+    architecture_of(card)  # refuses what Detectron2 cannot build
     arrays = {name: value.numpy() for name, value in renamed(backbone.state_dict(), NAMES).items()}
     pickle.dump({"model": arrays, "__author__": "xmoco", "matching_heuristics": True}, file)
 
@@ -41,7 +42,7 @@ def features(path: Path, card: BackboneCard, images: Tensor) -> Tensor:
     with path.open("rb") as file:
         arrays = pickle.load(file)["model"]
     left = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    architecture = _architecture(card)
+    architecture = architecture_of(card)
 
     def conv(x: Tensor, name: str, stride: int = 1) -> Tensor:
         kernel = left.pop(f"{name}.weight")
@@ -72,23 +73,33 @@ def features(path: Path, card: BackboneCard, images: Tensor) -> Tensor:
     return x.mean((2, 3))
 
 
+def settings_of(card: BackboneCard, path: Path) -> dict[str, dict[str, Any]]:
+    """What Detectron2 must be told of a backbone and its file."""
+    architecture = architecture_of(card)
+    width = architecture.width
+    return {
+        "INPUT": {"FORMAT": "RGB"},
+        "MODEL": {
+            "WEIGHTS": str(path),
+            "PIXEL_MEAN": [round(255 * value, 3) for value in card.mean],
+            "PIXEL_STD": [round(255 * value, 3) for value in card.std],
+            "RESNETS": {
+                "DEPTH": architecture.depth,
+                "STRIDE_IN_1X1": False,
+                "STEM_OUT_CHANNELS": width,
+                "RES2_OUT_CHANNELS": width if architecture.block == "basic" else 4 * width,
+                "WIDTH_PER_GROUP": width,
+            },
+        },
+    }
+
+
 def loading(path: Path, card: BackboneCard) -> str:
-    architecture = _architecture(card)
-    depth, width = architecture.depth, architecture.width
-    res2 = width if architecture.block == "basic" else 4 * width
-    mean, std = ([round(255 * value, 3) for value in values] for values in (card.mean, card.std))
-    return (
-        "INPUT: {FORMAT: RGB}\n"
-        "MODEL:\n"
-        f"  WEIGHTS: {path}\n"
-        f"  PIXEL_MEAN: {mean}\n"
-        f"  PIXEL_STD: {std}\n"
-        f"  RESNETS: {{DEPTH: {depth}, STRIDE_IN_1X1: false, STEM_OUT_CHANNELS: {width}, "
-        f"RES2_OUT_CHANNELS: {res2}, WIDTH_PER_GROUP: {width}}}"
-    )
+    lines = yaml.safe_dump(settings_of(card, path), sort_keys=False, default_flow_style=None)
+    return lines.rstrip()
 
 
-def _architecture(card: BackboneCard) -> Architecture:
+def architecture_of(card: BackboneCard) -> Architecture:
     """What the backbone is, if Detectron2 can make it."""
     architecture = BACKBONES.get(card.backbone)
     if architecture is None:
