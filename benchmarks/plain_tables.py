@@ -72,6 +72,26 @@ QUESTIONS = {
         {"digest": "weights", "size": "px"},
         {"knn_top1": "kNN", "logistic_top1": "logistic regression"},
     ),
+    "detection-speed": Question(
+        "detect-speed.jsonl",
+        words={
+            "detect_images_per_second": "Speed of training",
+            "box_ap": "AP of boxes",
+            "box_ap50": "AP50 of boxes",
+            "box_ap75": "AP75 of boxes",
+            "mask_ap": "AP of masks",
+            "mask_ap50": "AP50 of masks",
+            "mask_ap75": "AP75 of masks",
+            "torchvision": "torchvision's loop",
+            "torchvision, amp": "torchvision's loop, half precision",
+        },
+        apart=("model", "data"),
+    ),
+    "detection-overfit": Question(
+        "detect-overfit.jsonl",
+        {"name": "detector"},
+        {"box_ap50": "AP50 of boxes", "mask_ap50": "AP50 of masks"},
+    ),
     "tuning": Question(
         "tuning.jsonl",
         {"changes": "changes"},
@@ -88,6 +108,7 @@ SHOWN_ELSEWHERE = (
         "speed.jsonl",
         "gpu-tests.jsonl",
         "tables*.jsonl",
+        "detect.jsonl",
     ),
 )
 

@@ -23,6 +23,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 from torch import Tensor
 
+from detection_tables import detection_tables
 from plain_tables import QUESTIONS, answer, other_tables
 from tables import (
     changed_recipes_table,
@@ -140,6 +141,7 @@ PARTS: dict[str, Callable[[Place], str]] = {
     "changed-recipes": changed_recipes_table,
     "comparisons": comparison_tables,
     "paper-tables": paper_tables,
+    "detection": detection_tables,
     "speed": speed_tables,
     "speed-bounds": speed_bounds,
     **{name: partial(answer, question=question) for name, question in QUESTIONS.items()},

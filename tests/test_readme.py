@@ -24,6 +24,8 @@ from typer.testing import CliRunner
 import xmoco
 import xmoco.data.transfer_sets
 import xmoco.demo
+import xmoco.detect.evaluation
+import xmoco.detect.finding
 import xmoco.evaluate.classification
 import xmoco.evaluate.transfer
 import xmoco.export
@@ -36,6 +38,9 @@ from xmoco.data.label_file import read_label_file
 from xmoco.data.torchvision_sets import SPLIT_ARGUMENTS
 from xmoco.data.transfer_sets import HELD_OUT_PERCENT, TRANSFER_SETS
 from xmoco.data.trees import FolderTree
+from xmoco.detect.courses import COURSES, course_of
+from xmoco.detect.detector_files import DetectorCard, save_detector
+from xmoco.detect.models import DESIGNS
 from xmoco.errors import UserError
 from xmoco.evaluate.classify import FINETUNE, LINEAR
 from xmoco.evaluate.grid import GRIDS
@@ -88,6 +93,7 @@ TESTED_BLOCKS = (
     "load_file(",
     "xmoco.pretrain(",
     "eval_size=",
+    "load_detector(",
 )
 """Each by something that only it contains; every one is run by a test below."""
 
@@ -149,6 +155,35 @@ def test_weights_load_as_shown(photos: Path, capsys: pytest.CaptureFixture[str])
     assert "fc.weight" in capsys.readouterr().out
 
 
+def test_detectors_are_used_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/street").mkdir(parents=True)
+    grey = (0.5, 0.5, 0.5)
+    card = DetectorCard(
+        *("faster-rcnn-c4", "tiny", "imagenet", ("cat", "dog"), 64, grey, grey, "xmoco"),
+        *("1x", "street", 0),
+    )
+    torch.manual_seed(0)
+    save_detector(card.built(), card, Path("runs/street/detector.safetensors"))
+    Image.new("RGB", (60, 40), "grey").save("photo.jpg")
+    found = run(python_block("load_detector("))["found"]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(found["boxes"]) > 0
+    assert {line.split()[0] for line in lines} <= {"cat", "dog"}
+
+
+def test_the_schedules_of_detectors_are_those_in_force() -> None:
+    page = TEXTS["docs/detection.md"]
+    for name, course in COURSES.items():
+        first, second = course.milestones
+        row = f"| `{name}` | {course.steps:,} | {first:,}, {second:,} | {course.sizes[0]} to 800 |"
+        assert row in page, row
+    for model in DESIGNS:
+        assert f"`{model}`" in page
+
+
 def test_the_stem_for_small_images_loads_as_described(photos: Path) -> None:
     replacements = re.findall(r"`(model\.\w+ = torch\.nn\.[^`]*)`", FOR_USERS)
     assert len(replacements) == 2
@@ -200,7 +235,9 @@ def test_evaluation_from_python_runs_as_shown(
 
 def test_there_are_commands_of_every_kind() -> None:
     verbs = {line.split()[0] for line in xmoco_commands()}
-    assert verbs == {"--help", "pretrain", "evaluate", "export", "demo", "settings", "tables"}
+    assert verbs == {
+        *("--help", "pretrain", "evaluate", "detect", "export", "demo", "settings", "tables")
+    }
 
 
 class StandIns:
@@ -217,6 +254,8 @@ class StandIns:
             (xmoco.evaluate.classification, "evaluate_finetune", self.records),
             (xmoco.data.transfer_sets, "open_transfer_sets", self.transfer_sets),
             (xmoco.evaluate.transfer, "evaluate_transfer", self.transfer),
+            (xmoco.detect.evaluation, "evaluate_detect", self.detectors),
+            (xmoco.detect.finding, "detect", self.found),
             (xmoco.report.tables, "draw_transfer", lambda asked: [asked["out"]]),
             (xmoco.tables.running, "run_table", self.table),
             (xmoco.export, "export", self.export),
@@ -250,6 +289,17 @@ class StandIns:
         protocol = {"name": "a protocol", "data": "images", "judged": "others", "k": 20}
         protocol |= {"split": "test", "judged_images": 10, "size": 32}
         return [Record("linear_top1", 50.0, "%", "xmoco", "work", protocol, 0)]
+
+    def detectors(self, asked: dict[str, Any]) -> list[Record]:
+        course_of(asked["schedule"], asked["model"], images=16, batch=asked["batch"])
+        (record,) = self.records(asked)
+        record.protocol.update(schedule=asked["schedule"], metric="COCO")
+        return [replace(record, measure="box_ap50", seed=seed) for seed in asked["seeds"]]
+
+    @staticmethod
+    def found(asked: dict[str, Any]) -> Any:
+        assert 0 <= asked["threshold"] <= 1
+        return SimpleNamespace(objects=3, images=1, json=asked["out"] / "detections.json")
 
     @staticmethod
     def transfer_sets(asked: dict[str, Any]) -> list[Any]:

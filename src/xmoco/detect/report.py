@@ -175,10 +175,11 @@ def picture_detections(
 def _how_to_load(run: Path) -> str:
     file = f"{run.resolve().name}/{FILE}"
     code = f"""import torch, xmoco
-from torchvision.io import decode_image
+from PIL import Image
+from torchvision.transforms.functional import to_tensor
 
 detector = xmoco.load_detector({file!r})  # a torchvision model
 with torch.no_grad():
-    (found,) = detector([decode_image("street.jpg") / 255])
+    (found,) = detector([to_tensor(Image.open("street.jpg").convert("RGB"))])
 names = [detector.categories[label - 1] for label in found["labels"]]"""
     return f"<h2>Using the detector</h2><pre>{escape(code)}</pre>"

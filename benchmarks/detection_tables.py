@@ -1,0 +1,82 @@
+"""Tables of what detectors reached on several backbones: the mean over seeds, and its deviation."""
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from told import NOTHING, Place, name_of
+from xmoco.detect.models import DESIGNS
+from xmoco.records import DetectionProtocol, Measured, read_records
+from xmoco.report.circumstances import (
+    circumstances,
+    grouped,
+    last_of_each,
+    markdown_table,
+    section,
+)
+
+Detected = Measured[DetectionProtocol]
+COLUMNS = {
+    f"{kind}_{measure}": f"{name}, {what}"
+    for kind, what in (("box", "boxes"), ("mask", "masks"))
+    for measure, name in (("ap", "AP"), ("ap50", "AP50"), ("ap75", "AP75"))
+}
+
+
+def detection_tables(place: Place, pattern: str = "detect.jsonl") -> str:
+    """One for every detector and set; rows by who made the backbone."""
+    tables = []
+    for file in place.files(pattern):
+        records = read_records(file, Detected, COLUMNS)
+        for alike in grouped(records, compared_with):
+            tables += [title(alike[0]), table(place, file, alike)]
+    return "\n\n".join(tables)
+
+
+def compared_with(record: Detected) -> tuple[object, ...]:
+    protocol = record.protocol
+    told = (protocol.model, protocol.data, protocol.steps, protocol.size, protocol.metric)
+    return (*told, record.work)
+
+
+def title(record: Detected) -> str:
+    protocol = record.protocol
+    return f"**{DESIGNS[protocol.model].title}, {record.work}, {protocol.schedule}**"
+
+
+def table(place: Place, file: Path, records: Sequence[Detected]) -> str:
+    last = last_of_each(records, lambda r: (r.subject, r.protocol.digest, r.measure, r.seed))
+    rows = []
+    for own in grouped(last, lambda r: (r.subject, r.protocol.digest)):
+        cells = [cell([r.value for r in own if r.measure == measure]) for measure in COLUMNS]
+        rows.append([backbone(own[0]), *cells])
+    there = {record.measure for record in last}
+    kept = [0, *(n for n, measure in enumerate(COLUMNS, start=1) if measure in there)]
+    headings = ["backbone", *COLUMNS.values()]
+    return section(
+        markdown_table(
+            [headings[n] for n in kept],
+            "l" + "r" * (len(kept) - 1),
+            [[row[n] for n in kept] for row in rows],
+        ),
+        circumstances(
+            last,
+            lambda r: f"{r.protocol.train_images:,} training images",
+            lambda r: f"{r.protocol.judged_images:,} judged, shorter side {r.protocol.size} px",
+            lambda r: f"batch {r.protocol.batch}",
+            lambda r: f"metric {r.protocol.metric}",
+        ),
+        place.link(file),
+    )
+
+
+def backbone(record: Detected) -> str:
+    epochs = record.protocol.epoch
+    return name_of(record) + (f", {epochs} epochs" if epochs else "")
+
+
+def cell(values: Sequence[float]) -> str:
+    if not values:
+        return NOTHING
+    mean = f"{statistics.fmean(values):.1f}"
+    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.1f}"
