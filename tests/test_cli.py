@@ -23,6 +23,7 @@ from helpers import (
     make_images,
     no_pictures,
     run_cli,
+    start_cli,
     write_recipe,
 )
 from xmoco.checkpoints import load_checkpoint
@@ -364,19 +365,22 @@ def test_a_full_disk_while_logging(
     assert not list(run.rglob("*.part"))
 
 
+def small_files() -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**21, 2**21))
+
+
 def test_files_that_may_not_grow(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A real process whose files are limited to 2 MB cannot write checkpoints of 4 MB."""
     run = stop_at(5, monkeypatch, here)
     good = fingerprint(run / "checkpoints")
-    done = subprocess.run(
-        [sys.executable, "-m", "xmoco", "pretrain", "--resume", "--out", "run"],
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (2**21, 2**21)),
-        capture_output=True,
-        text=True,
-        timeout=120,
+    process = start_cli(
+        "pretrain", "--resume", "--out", run, said=here / "said", prepare=small_files
     )
-    outcome = Outcome(done.returncode, done.stdout, done.stderr)
-    assert_refused(outcome, "run/checkpoints/step-000000008.ckpt", "File too large")
+    process.join(120)
+    assert process.exitcode == 2
+    sentence = (here / "said").read_text().splitlines()[-1]
+    assert sentence.startswith("xmoco: ")
+    assert all(part in sentence for part in ("step-000000008.ckpt", "File too large"))
     assert fingerprint(run / "checkpoints") == good
     assert load_checkpoint(checkpoints(run)[-1])["step"] == 5
     assert_done(run_cli("pretrain", "--resume", "--out", "run"))
@@ -462,9 +466,11 @@ def test_evaluating_an_unfinished_run(here: Path, run: Path, images: Path) -> No
         (["--help"], "evaluate"),
         (["pretrain", "--help"], "--resume"),
         (["evaluate", "knn", "--help"], "--temperature"),
+        (["pretrain", "epoch=3"], "did you mean epochs?"),
+        (["pretrain", "--recipe", "imagenete", "--dry-run"], "did you mean imagenette?"),
     ],
 )
-def test_help_does_not_wait_for_torch(arguments: list[str], words: str) -> None:
+def test_help_and_mistakes_do_not_wait_for_torch(arguments: list[str], words: str) -> None:
     program = (
         "import sys\n"
         "from xmoco.cli import main\n"
@@ -473,7 +479,7 @@ def test_help_does_not_wait_for_torch(arguments: list[str], words: str) -> None:
         "finally:\n    print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert words in done.stdout
+    assert words in done.stdout + done.stderr
     assert done.stdout.endswith("False\n")
     assert "Traceback" not in done.stderr
 

@@ -96,13 +96,18 @@ def pretrain(
     Everything a run depends on is a setting with a name; a recipe is a set of them. The run folder
     holds the configuration, metrics, checkpoints, `backbone.safetensors` and `report.html`.
     """
+    from xmoco.asked import Asked
     from xmoco.errors import UserError
+
+    if dry_run and (resume or weights or out):
+        raise UserError("--dry-run does nothing, so --out, --resume and --weights go without.")
+    if not resume:  # mistakes are told before the seconds that importing torch takes
+        Asked(recipe, tuple(settings or ()), {}).run_config()
+
     from xmoco.planning import show_plan
     from xmoco.pretraining import pretrain as run
 
     if dry_run:
-        if resume or weights or out:
-            raise UserError("--dry-run does nothing, so --out, --resume and --weights go without.")
         show_plan(recipe, data=data, overrides=settings or [])
         return
     result = run(

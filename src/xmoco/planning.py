@@ -2,14 +2,13 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_fabric import Fabric
 from rich.console import Console
 from rich.text import Text
 
+from xmoco.asked import AUTO_BASE, Asked
 from xmoco.auto import (
     AutoRecipe,
     choose,
@@ -23,36 +22,12 @@ from xmoco.data.sources import is_path
 from xmoco.data.stores import has_pattern, is_distant
 from xmoco.data.views import ViewGroup
 from xmoco.errors import UserError
+from xmoco.fabric import Fabric
 from xmoco.methods import Method, build_method, method_class
 from xmoco.nn.encoding import describe_batch_norm, resolve_batch_norm
 from xmoco.settings import load_config
 from xmoco.text import printable
 from xmoco.train.engine import build_fabric, on_first
-
-AUTO = "auto"
-AUTO_BASE = "imagenette"
-"""Whose settings hold until the images are known; ``auto`` may begin with another recipe."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a user asks for: a recipe, or none for ``auto``, and changes to it."""
-
-    recipe: str | Path | None
-    overrides: tuple[str, ...]
-    settings: Mapping[str, Any]
-
-    @property
-    def automatic(self) -> bool:
-        return self.recipe is None or str(self.recipe) == AUTO
-
-    def config(self, base: str | Path | None, below: Mapping[str, Any] | None = None) -> Config:
-        """By a recipe, with settings that give way to those asked for."""
-        return load_config(base, self.overrides, self.settings, below)
-
-    def run_config(self) -> RunConfig:
-        """Where it is to run, which no recipe says by itself. Mistakes are found here already."""
-        return self.config(AUTO_BASE if self.automatic else self.recipe).run
 
 
 def show_plan(

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_fabric import Fabric
 from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 from torch import nn
 
+from xmoco.asked import Asked
 from xmoco.config import Config, ModelConfig, RunConfig
 from xmoco.data import Batches, ImageSet, Unreadable, open_images
 from xmoco.data.batches import preload
@@ -23,10 +23,10 @@ from xmoco.data.subset import at_most
 from xmoco.errors import UserError
 from xmoco.evaluate.monitor import Monitor
 from xmoco.evaluate.similarities import Similarities
+from xmoco.fabric import Fabric
 from xmoco.methods import Method, build_method
 from xmoco.nn.weights import BackboneCard, load_backbone, read_card, save_backbone
 from xmoco.planning import (
-    Asked,
     about,
     chosen_config,
     launched,

@@ -1,14 +1,12 @@
 """The kernels against the plain version, which test_views.py holds against torchvision.
 
 They run on the GPU where there is one. Elsewhere Triton's interpreter runs them, slowly, on small
-views; it has to be chosen before torch is imported, hence in a process of its own.
+views: see test_interpreted_kernels.py.
 """
 
 import dataclasses
 import itertools
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -29,13 +27,11 @@ from xmoco.data.views import (
     stacked,
 )
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ON_CUDA = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if ON_CUDA else "cpu"
-# Triton 3.6's interpreter cannot count loops with numpy 2.4.
-OUT_OF_DATE = triton.__version__ < "3.7" and np.__version__ >= "2.4"
 
 # Neither mean nor deviation, so that tolerances are in shares of the range from black to white.
 RAW = {"mean": (0, 0, 0), "std": (1, 1, 1)}
@@ -56,18 +52,6 @@ BUSY = group()
 
 def drawn(views: ViewGroup, count: int, seed: int = 0, view: int = 0) -> ViewParameters:
     return draw(views.augmentation, count, seed, 0, view)
-
-
-@pytest.mark.skipif(ON_CUDA or INTERPRETED, reason="the kernels run right here")
-@pytest.mark.skipif(OUT_OF_DATE, reason="this Triton's interpreter is older than this numpy")
-def test_all_of_this_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    # As a worker of several, this process is told so by variables that are not for its child.
-    for name in [name for name in environment if name.startswith("PYTEST_")]:
-        del environment[name]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def photos(count: int, height: int, width: int, seed: int = 0) -> Tensor:

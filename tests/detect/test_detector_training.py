@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning_fabric import Fabric
 from scenes import write_scenes
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -24,6 +23,7 @@ from xmoco.detect.sources import open_detection
 from xmoco.detect.task import DetectorTask
 from xmoco.detect.training import batches_of_one_shape, make_batch_norms_precise
 from xmoco.errors import UserError
+from xmoco.fabric import Fabric
 from xmoco.nn.backbones import build_resnet
 from xmoco.schedules import Clock
 from xmoco.task import Moment

@@ -68,6 +68,16 @@ def test_images_are_judged_at_the_size_that_was_asked_for() -> None:
     assert Watching.sides == {12}
 
 
+def test_neighbours_are_looked_up_in_what_judged_the_last_epoch() -> None:
+    judge, backbone = monitor(coloured(6, 0), coloured(4, 1)), Flat()
+    expected = judge.neighbours(backbone, 3, 2)
+    last = CONFIG.train.epochs
+    judge.trained(nn.Flatten(), last - 1, 0)  # no epoch before counts
+    assert all(map(torch.equal, judge.neighbours(backbone, 3, 2), expected))
+    judge.trained(backbone, last, 0)
+    assert all(map(torch.equal, judge.neighbours(nn.Flatten(), 3, 2), expected))
+
+
 def test_wrong_labels_are_noticed() -> None:
     test = coloured(4, 1)
     assert test.labels is not None

@@ -1,15 +1,12 @@
 """The fused operation against torch's batch norm, one group at a time.
 
-Kernels run on CUDA where there is some. Elsewhere Triton's interpreter runs them on the CPU; it
-must be chosen before Triton is imported, so one test runs this file again in another process.
+Kernels run on CUDA where there is some. Elsewhere Triton's interpreter runs them on the CPU: see
+test_interpreted_kernels.py.
 """
 
 import copy
 import importlib
-import importlib.util
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -31,16 +28,6 @@ from xmoco.nn.heads import mlp_head
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if CUDA else "cpu"
-
-
-@pytest.mark.skipif(CUDA or INTERPRETED, reason="the other tests run here")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-def test_through_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert " passed" in run.stdout
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.testing import assert_close
 
 from xmoco.config import AdamWConfig, LARSConfig, OptimConfig, SGDConfig
 from xmoco.data import Batch
+from xmoco.fabric import Fabric
 from xmoco.schedules import Clock, HalfCosine
 from xmoco.task import Moment, ParamGroup, StepOutput, Task
 from xmoco.train.optimizers import LARS, build_optimizer

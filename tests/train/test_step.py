@@ -4,12 +4,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from lightning_fabric import Fabric
 from torch import Tensor
 from torch.testing import assert_close
 
 from helpers import TINY_SPLIT
 from xmoco.config import Config, SGDConfig, XMoCoConfig
+from xmoco.fabric import Fabric
 from xmoco.methods import build_method
 from xmoco.schedules import Clock, FromEpoch, HalfCosine, Schedule
 from xmoco.task import StepOutput

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from xmoco.data.batches import Order, epoch_order
@@ -16,6 +15,7 @@ from xmoco.detect.detector_files import FILE, DetectorCard, read_detector, save_
 from xmoco.detect.objects import DetectionSet
 from xmoco.detect.task import DetectorTask
 from xmoco.errors import UserError
+from xmoco.fabric import Fabric
 from xmoco.train.engine import on_first
 from xmoco.train.in_folder import OnStep, Told, train_in_folder
 from xmoco.train.loop import Training

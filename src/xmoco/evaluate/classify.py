@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from lightning_fabric import Fabric
 from torch import Tensor, nn
 
 from xmoco.config import AugmentationConfig, InputConfig, SGDConfig
@@ -23,6 +22,7 @@ from xmoco.data.batches import Progress
 from xmoco.data.streaming import sent
 from xmoco.data.views import ViewGroup, central, views_of
 from xmoco.errors import UserError
+from xmoco.fabric import Fabric
 from xmoco.losses.labels import label_loss
 from xmoco.nn.backbones import feature_size
 from xmoco.task import Moment, ParamGroup, StepOutput, Task, Values

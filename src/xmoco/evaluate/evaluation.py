@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_fabric import Fabric
 from torch import Tensor
 
 from xmoco.config import DataConfig, InputConfig
@@ -19,6 +18,7 @@ from xmoco.errors import UserError
 from xmoco.evaluate.cache import cached_features
 from xmoco.evaluate.classify import Classifier, class_scores
 from xmoco.evaluate.features import Features
+from xmoco.fabric import Fabric
 from xmoco.nn.weights import Weights, load_weights
 from xmoco.records import Record
 from xmoco.train.engine import build_fabric, processes_of

@@ -13,7 +13,7 @@ from xmoco.evaluate.knn import knn_accuracy, nearest_neighbours, voters
 from xmoco.records import Record
 
 
-@dataclass(frozen=True)
+@dataclass
 class Monitor:
     """Measures kNN accuracy on labelled images: test images judged by training images.
 
@@ -26,6 +26,8 @@ class Monitor:
     train: ImageSet
     test: ImageSet | None
     device: torch.device
+    _last: list[Features] | None = None
+    """Of the last epoch, for a picture after it."""
 
     @property
     def possible(self) -> bool:
@@ -53,6 +55,8 @@ class Monitor:
 
     def trained(self, backbone: nn.Module, epoch: int, step: int) -> Record:
         sets = self._features(backbone)
+        if epoch == self.config.train.epochs:
+            self._last = sets
         subject = self.config.method.subject
         return self._judge(sets, subject=subject, features="backbone", epoch=epoch, step=step)
 
@@ -60,8 +64,10 @@ class Monitor:
         self, backbone: nn.Module, queries: int, k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Some images to ask about (their positions), their neighbours among the training images
-        (positions), and the similarities, for a picture of both. Of one process."""
-        bank, *rest = (features.vectors for features in self._features(backbone, together=False))
+        (positions), and the similarities, for a picture of both. Of one process, by a backbone
+        that is trained to its end."""
+        sets = self._last or self._features(backbone, together=False)
+        bank, *rest = (features.vectors for features in sets)
         asked = rest[0] if rest else bank
         chosen = torch.linspace(0, len(asked) - 1, queries).long()
         extra = 0 if rest else 1  # without a test split the nearest neighbour is the image itself

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning_fabric import Fabric
 from torch import nn
 
 from xmoco.config import Config, DataConfig, InputConfig
@@ -29,6 +28,7 @@ from xmoco.evaluate.features import Features, backbone_features
 from xmoco.evaluate.knn import knn_accuracy
 from xmoco.evaluate.logistic import fit, fit_path
 from xmoco.evaluate.metrics import top_k
+from xmoco.fabric import Fabric
 from xmoco.methods import Method
 from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.pretraining import prepare_training, work_name

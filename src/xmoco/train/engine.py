@@ -7,13 +7,11 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
-from lightning_fabric import Fabric
-from lightning_fabric.plugins.environments.lightning import LightningEnvironment
-from lightning_fabric.strategies.ddp import DDPStrategy
 from torch.nn.parallel import DistributedDataParallel
 
 from xmoco.distributed import alone
 from xmoco.errors import UserError
+from xmoco.fabric import DDPStrategy, Fabric, LightningEnvironment
 from xmoco.launchers import launcher
 from xmoco.train.cpu import keep_memory
 

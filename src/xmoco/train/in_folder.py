@@ -5,10 +5,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from lightning_fabric import Fabric
-
 from xmoco.data import Batches, ImageSet
 from xmoco.data.batches import Order, epoch_order
+from xmoco.fabric import Fabric
 from xmoco.task import Task
 from xmoco.train.engine import on_first
 from xmoco.train.loop import Callback, Plan, Training

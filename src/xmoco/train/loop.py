@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from lightning_fabric import Fabric
 from torch import Tensor
 
 from xmoco.checkpoints import load_checkpoint
@@ -22,6 +21,7 @@ from xmoco.config import OptimConfig
 from xmoco.data import Batch, Batches
 from xmoco.distributed import consolidate_state_dict, sum_over_processes
 from xmoco.errors import Interrupted, UserError
+from xmoco.fabric import Fabric
 from xmoco.schedules import Clock, Schedule
 from xmoco.task import Moment, StepOutput, Task
 from xmoco.train.optimizers import build_optimizer, remembers_rightly

@@ -15,9 +15,9 @@ from contextlib import contextmanager, suppress
 from subprocess import Popen
 
 import torch.distributed as dist
-from lightning_fabric import Fabric
 
 from xmoco.errors import Interrupted, LostPartnerError, UserError
+from xmoco.fabric import Fabric
 
 BEAT = 1.0
 """Seconds between signs of life."""

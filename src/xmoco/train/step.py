@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from lightning_fabric import Fabric
-from lightning_fabric.wrappers import _FabricModule
 from torch import Tensor
 from torch.optim import Optimizer
 
+from xmoco.fabric import Fabric, FabricModule
 from xmoco.schedules import Clock, Schedule, ScheduledValues
 from xmoco.task import StepOutput, Task, Values
 
@@ -34,7 +33,7 @@ class Stepper:
     """Takes steps, each batch in ``parts`` whose gradients add up."""
 
     fabric: Fabric
-    model: _FabricModule
+    model: FabricModule
     """The task as seen by the loop (precision, gradients over all processes)."""
     task: Task
     optimizer: Optimizer
@@ -180,7 +179,7 @@ def _free_memory() -> int:
 
 def build_stepper(
     fabric: Fabric,
-    model: _FabricModule,
+    model: FabricModule,
     task: Task,
     optimizer: Optimizer,
     learning_rate: Schedule,
