@@ -109,6 +109,8 @@ SHOWN_ELSEWHERE = (
         "gpu-tests.jsonl",
         "tables*.jsonl",
         "detect.jsonl",
+        "scaling.jsonl",
+        "shards.jsonl",
     ),
 )
 

@@ -23,6 +23,7 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 from torch import Tensor
 
+from cluster_tables import scaling_tables, shards_table
 from detection_tables import detection_tables
 from plain_tables import QUESTIONS, answer, other_tables
 from tables import (
@@ -144,6 +145,8 @@ PARTS: dict[str, Callable[[Place], str]] = {
     "detection": detection_tables,
     "speed": speed_tables,
     "speed-bounds": speed_bounds,
+    "scaling": scaling_tables,
+    "shards": shards_table,
     **{name: partial(answer, question=question) for name, question in QUESTIONS.items()},
     "others": other_tables,
     "gpu-tests": gpu_tests,

@@ -3,6 +3,7 @@
 import inspect
 import logging
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar, cast
 
@@ -87,6 +88,8 @@ def _environment() -> LightningEnvironment | None:
 def _data_parallel() -> DDPStrategy:
     """Gradients are averaged over processes, and nothing is broadcast before a step: what a
     task remembers is the same everywhere by construction, batch statistics are a process's own."""
+    # It is told of kernels of 1 × 1, whose layouts are all the same.
+    warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     new, old = "forward_sync_buffers", "broadcast_buffers"  # torch renamed it after 2.11
     options: dict[str, Any] = {new if new in known else old: False}
