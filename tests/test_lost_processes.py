@@ -23,11 +23,14 @@ from helpers import (
     wait_until,
     write_recipe,
 )
+from xmoco.asked import Asked
 from xmoco.errors import UserError
 from xmoco.launchers import Launcher, first_process, launcher
-from xmoco.settings import load_config
+from xmoco.pretraining import resumed_config
+from xmoco.settings import config_yaml, load_config
 from xmoco.train import partners
-from xmoco.train.engine import build_fabric
+from xmoco.train.engine import build_fabric, processes_of
+from xmoco.train.run_folder import RunFolder
 
 
 def srun(rank: int, world: int, port: int) -> dict[str, str]:
@@ -160,6 +163,19 @@ def test_numbers_that_do_not_agree_are_refused(monkeypatch: pytest.MonkeyPatch, 
     run = load_config("demo", ["devices=2", "device=cpu"]).run
     with pytest.raises(UserError, match=rf"{start.__name__} has started 4 × 1 .* give devices=4"):
         build_fabric(run)
+
+
+@pytest.mark.parametrize("start", [srun, torchrun])
+def test_a_run_goes_on_in_as_many_as_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Any
+) -> None:
+    run = RunFolder.create(tmp_path / "run", config_yaml(load_config("demo", ["devices=8"])))
+    assert resumed_config(run, Asked(None, (), {})).run.devices == 8
+    for name, value in start(0, 4, 1).items():
+        monkeypatch.setenv(name, value)
+    assert processes_of(resumed_config(run, Asked(None, (), {})).run) == (4, 1)
+    with pytest.raises(UserError, match="but devices=8"):
+        processes_of(resumed_config(run, Asked(None, ("devices=8",), {})).run)
 
 
 def test_a_batch_script_of_slurm_starts_its_processes_itself(

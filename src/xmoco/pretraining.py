@@ -24,6 +24,7 @@ from xmoco.errors import UserError
 from xmoco.evaluate.monitor import Monitor
 from xmoco.evaluate.similarities import Similarities
 from xmoco.fabric import Fabric
+from xmoco.launchers import launcher
 from xmoco.methods import Method, build_method
 from xmoco.nn.weights import BackboneCard, load_backbone, read_card, save_backbone
 from xmoco.planning import (
@@ -97,7 +98,7 @@ def pretrain(
             raise UserError("say with --out which run to resume.")
         if weights is not None:
             raise UserError("--weights starts a new run and --resume goes on with one: give one.")
-        config = _resumed_config(RunFolder.open(folder), asked)
+        config = resumed_config(RunFolder.open(folder), asked)
         fabric, console = launched(config.run)
         with watching(fabric):
             return _run(config, fabric, console, folder, resume, weights)
@@ -107,7 +108,7 @@ def pretrain(
         return _run(config, fabric, console, folder, resume, weights)
 
 
-def _resumed_config(run: RunFolder, asked: Asked) -> Config:
+def resumed_config(run: RunFolder, asked: Asked) -> Config:
     """The run's own configuration; whatever else is asked for must agree with it."""
     own = run.config()
     wanted = asked.config(run.path / "config.yaml" if asked.automatic else asked.recipe)
@@ -117,7 +118,11 @@ def _resumed_config(run: RunFolder, asked: Asked) -> Config:
             f"{run.path} was started with another configuration ({'; '.join(changed)}): "
             "resume it without these changes, or start a new run with --out."
         )
-    return own.model_copy(update={"run": wanted.run})
+    run_here = wanted.run
+    if launcher() is not None:  # as many as it has started, whatever the run had before
+        said = asked.run_config()
+        run_here = run_here.model_copy(update={"devices": said.devices, "nodes": said.nodes})
+    return own.model_copy(update={"run": run_here})
 
 
 def _run(
