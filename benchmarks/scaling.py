@@ -142,12 +142,12 @@ def main() -> None:
     parser.add_argument("--predict-only", action="store_true")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
-    records = predictions(options.results)
+    records = predictions(RESULTS)
     if not options.predict_only:
         records = [*measurements(options), *records]
     path = options.results / "scaling.jsonl"
     append_records(path, records)
-    table = Table(title="Seconds of a step")
+    table = Table(title="Milliseconds of a step")
     for heading in ("work", "who", "step", "predicted", "sent a step"):
         table.add_column(heading, justify="left" if heading in ("work", "who") else "right")
     for record in records:
