@@ -29,7 +29,8 @@ from tune import digest
 from xmoco.config import Config
 from xmoco.records import Record, append_records
 from xmoco.settings import load_config
-from xmoco.tables.bench import COLUMNS, Bench, Images, Kept, Trial, known_records, split_facts
+from xmoco.tables.bench import Bench, Images, Kept, Trial, known_records, split_facts
+from xmoco.tables.columns import COLUMNS
 from xmoco.train.engine import build_fabric
 from xmoco.train.loop import DivergedError
 from xmoco.train.run_folder import RunFolder

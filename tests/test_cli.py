@@ -466,6 +466,7 @@ def test_evaluating_an_unfinished_run(here: Path, run: Path, images: Path) -> No
         (["--help"], "evaluate"),
         (["pretrain", "--help"], "--resume"),
         (["evaluate", "knn", "--help"], "--temperature"),
+        (["tables"], "main-cifar10"),
         (["pretrain", "epoch=3"], "did you mean epochs?"),
         (["pretrain", "--recipe", "imagenete", "--dry-run"], "did you mean imagenette?"),
     ],

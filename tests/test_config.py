@@ -103,6 +103,13 @@ def test_recipes_have_names_and_all_load() -> None:
         assert (config.input.size >= 128) == large
 
 
+def test_a_rate_published_for_a_mean_of_directions_is_halved_for_their_sum() -> None:
+    """solo-learn's MoCo v2+: rate 0.3, decay 1e-4. Both are what a step moves weights by."""
+    optim = load_config("mocov2plus").optim
+    assert 2 * optim.learning_rate == pytest.approx(0.3)
+    assert optim.learning_rate * optim.weight_decay == pytest.approx(0.3 * 1e-4)
+
+
 def test_a_recipe_inherits_key_by_key() -> None:
     parent, child = load_config("imagenet"), load_config("imagenette")
     assert child.input.size == 128

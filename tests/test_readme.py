@@ -50,7 +50,8 @@ from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.planning import AUTO_BASE
 from xmoco.records import Measured, Record, append_records
 from xmoco.settings import load_config
-from xmoco.tables.definition import Asked, plan, read_table
+from xmoco.tables.definition import read_table
+from xmoco.tables.plan import Asked, plan
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -104,7 +104,7 @@ def run(
     processes may work on one table: each takes runs that no other works on.
     """
     from xmoco.errors import UserError
-    from xmoco.tables.definition import Asked
+    from xmoco.tables.plan import Asked
     from xmoco.tables.running import Job, run_table
 
     if devices < 1:

@@ -1,7 +1,7 @@
 """What a run will be: settings asked for or chosen, and what a person should know beforehand."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -192,12 +192,13 @@ def about(
     yield f"batch norm: {describe_batch_norm(config.model)}{other_norm}"
     central = config.input.eval_size
     judged = f", judged by central ones of {central} px" if central else ""
-    shown = " and ".join(
-        f"{group.count}{_kind(group)} of {group.input.size} px" for group in method.views
-    )
-    yield f"random views of an image: {shown}{judged}"
+    yield f"random views of an image: {describe_views(method.views)}{judged}"
     yield from method.run.notes
     yield from (f"warning: {warning}" for warning in method.warnings(len(images)))
+
+
+def describe_views(groups: Sequence[ViewGroup]) -> str:
+    return " and ".join(f"{group.count}{_kind(group)} of {group.input.size} px" for group in groups)
 
 
 def _kind(group: ViewGroup) -> str:

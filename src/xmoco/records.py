@@ -19,7 +19,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Generic, TypeVar
 
-import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from xmoco.errors import UserError
@@ -52,6 +51,8 @@ def versions() -> dict[str, str]:
 @functools.cache
 def machine() -> dict[str, Any]:
     """What computed the number: processor, cores, devices. No host or user names."""
+    import torch  # whoever measures has it already; whoever reads need not wait for it
+
     facts: dict[str, Any] = {
         "system": platform.system(),
         "processor": _processor(),

@@ -10,19 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import FAST, assert_done, run_cli
-from xmoco.config import Config
+from xmoco.config import KINDS, Config
 from xmoco.errors import UserError
 from xmoco.settings import config_from_settings, load_config
-from xmoco.tables.bench import COLUMNS, lasting
-from xmoco.tables.definition import (
-    Asked,
-    Table,
-    own_settings,
-    plan,
-    read_table,
-    settings_of_rows,
-    table_names,
-)
+from xmoco.tables.bench import lasting
+from xmoco.tables.columns import COLUMNS
+from xmoco.tables.definition import Table, read_table, table_names
+from xmoco.tables.plan import Asked, own_settings, plan, trials_of_rows
 
 PAPER = Path(__file__).parents[3] / "shared" / "paper" / "xmoco.tex"
 
@@ -52,7 +46,7 @@ def test_every_row_of_every_table_can_be_trained(name: str) -> None:
     planned = plan(own, Asked())
     assert {one.row.name for one in planned} == {row.name for row in own.trained}
     assert all(one.trial.config.train.epochs == own.epochs for one in planned)
-    rows = list(settings_of_rows(own).values())
+    rows = [trial.identity for trial in trials_of_rows(own).values()]
     assert all(rows.count(one) == 1 for one in rows), "two rows are the same run"
 
 
@@ -66,6 +60,9 @@ def test_the_tables_of_the_paper_are_there() -> None:
     assert rows["layers"] == ["2", "3", "4", "5"]
     assert rows["batch"] == ["128", "256", "512", "1024"]
     assert rows["backbones"] == ["ResNet-18", "ResNet-34", "ResNet-50"]
+    for name in ("main", "main-cifar10"):
+        methods = {one.trial.config.method.name for one in plan(read_table(name), Asked())}
+        assert methods == {*KINDS["method"]}
     terms = [plan(read_table("terms"), Asked())[i].trial.config.method for i in range(4)]
     weights = {(m.label_weight, m.consistency_weight) for m in terms}  # type: ignore[union-attr]
     assert weights == {(a, b) for a in (0.0, 1.0) for b in (0.0, 1.0)}

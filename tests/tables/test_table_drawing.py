@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from scipy.stats import kendalltau
 
 from xmoco.report.curves import to_png
-from xmoco.tables.bench import COLUMNS, Kept
-from xmoco.tables.definition import Asked, Table, plan, read_table, table_names
+from xmoco.tables.bench import Kept
+from xmoco.tables.columns import COLUMNS
+from xmoco.tables.definition import Table, read_table, table_names
 from xmoco.tables.drawing import (
     Cell,
     Filled,
@@ -27,7 +28,9 @@ from xmoco.tables.drawing import (
     notes,
     page,
     picture,
+    unequal,
 )
+from xmoco.tables.plan import Asked, plan
 
 TABLE = Table.model_validate(
     {
@@ -94,7 +97,7 @@ def test_cells_are_means_with_deviations_and_gaps(filled: Filled) -> None:
     assert markdown(filled).splitlines() == [
         "| ξ | kNN, k 20 | time of training | seeds | paper: kNN | paper: memory |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
-        "| 0.5 | 51.0 ± 1.4 % | 1,234 s | 2 | 42.5 % | 4 GB |",
+        "| 0.5 | 51.0 ± 1.4 % | 1,234 s (seeds: one) | 2 | 42.5 % | 4 GB |",
         "| 0.7 | – | – | – | 47.0 % | – |",
         "| 0.9 | 60.0 % | – | one | – | – |",
         "| 7 | – | – | – | 44.5 % | 6.5 GB |",
@@ -117,6 +120,57 @@ def test_a_page_tells_how_its_figures_came_about(filled: Filled) -> None:
     assert "Every figure is of one seed" in " ".join(notes(one))
     nothing = fill(TABLE, [], GROUP)
     assert notes(nothing) == ["Paper: ImageNet, ResNet-50."]
+
+
+def test_figures_of_fewer_seeds_are_not_taken_for_more(filled: Filled) -> None:
+    """0.5 has two seeds, of which one was timed; 0.9 has one."""
+    assert "| 0.5 | 51.0 ± 1.4 % | 1,234 s (seeds: one) | 2 |" in markdown(filled)
+    words = "seeds. Where there is none, a figure is of one seed: take differences below a point"
+    assert words in " ".join(notes(filled))
+    both = fill(TABLE, RECORDS[:3], GROUP)
+    assert "one seed" not in " ".join(notes(both))
+
+
+def compared(*rows: dict[str, Any]) -> Filled:
+    """A table of methods in which every row came out better than the one before, in the paper
+    worse."""
+    own = Table.model_validate(
+        TABLE.model_dump(exclude={"axis"})
+        | {"rows": [row | {"paper": [50.0 - place, None]} for place, row in enumerate(rows)]}
+    )
+    column = own.measured[0]
+    return Filled(
+        own,
+        GROUP,
+        [
+            Line(line.row, {column: Cell({0: 40.0 + place})}, line.trial)
+            for place, line in enumerate(fill(own, [], GROUP).lines)
+        ],
+        [],
+    )
+
+
+def test_unequal_effort_is_told() -> None:
+    xmoco = {"name": "XMoCo", "settings": "batch=32"}
+    swav = {"name": "SwAV", "settings": "method=swav local_crops=4 local_size=16"}
+    simclr, byol = ({"name": name, "settings": f"method={name}"} for name in ("simclr", "byol"))
+    assert list(unequal(compared(xmoco | {"settings": ""}, simclr, byol))) == []
+    larger = byol | {"settings": "method=byol eval_size=48"}
+    assert list(unequal(compared(xmoco, swav, simclr, larger))) == [
+        "Views of an image in every step: 2 of 32 px and 4 of 16 px for SwAV; 2 of 32 px for all "
+        "others.",
+        "Images in every step: 32 for XMoCo; 64 for all others.",
+        "Judged at: 48 px for byol; 32 px for all others.",
+    ]
+
+
+def test_who_learns_labels_is_not_among_those_compared() -> None:
+    rows = [{"name": name, "settings": f"method={name}"} for name in ("supervised", "byol", "mnn")]
+    told = " ".join(notes(compared(*rows)))
+    assert (
+        "0 of 1 pairs of rows stand in the order of the paper's kNN; the best here is mnn" in told
+    )
+    assert "the best here is mnn, there byol." in told
 
 
 def test_groups_are_told_apart() -> None:

@@ -22,7 +22,8 @@ from helpers import (
 )
 from xmoco.evaluate.classify import LINEAR
 from xmoco.tables import bench, drawing, running
-from xmoco.tables.definition import Asked, plan, read_table
+from xmoco.tables.definition import read_table
+from xmoco.tables.plan import Asked, plan
 from xmoco.train.run_folder import RunFolder
 
 TABLE: dict[str, Any] = {

@@ -33,6 +33,7 @@ from xmoco.methods import Method
 from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.pretraining import prepare_training, work_name
 from xmoco.records import Measured, Record, forget_half_line, read_records
+from xmoco.tables.columns import Column
 from xmoco.train.loop import Callback, Training
 from xmoco.train.run_folder import RunFolder, plain
 
@@ -44,34 +45,6 @@ KNN_TEMPERATURE = 0.1
 HELD_OUT = "validation, held out of the training images"
 
 Kept = Measured[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Column:
-    """Something that is measured of every trial."""
-
-    heading: str
-    measure: str
-    unit: str = "%"
-    k: int | None = None
-
-    def shows(self, record: Record | Kept) -> bool:
-        return record.measure == self.measure and record.protocol.get("k") == self.k
-
-    def can_be_had_on(self, device: str) -> bool:
-        return self.measure != "gpu_memory" or device == "cuda"
-
-
-COLUMNS: Mapping[str, Column] = {
-    "knn20": Column("kNN, k 20", "knn_top1", k=20),
-    "knn200": Column("kNN, k 200", "knn_top1", k=200),
-    "logistic": Column("logistic regression", "logistic_top1"),
-    "linear": Column("linear (MoCo)", "linear_top1"),
-    "time": Column("time of training", "train_seconds", "s"),
-    "gpu_memory": Column("GPU memory", "gpu_memory", "GiB"),
-    "bank_memory": Column("banks and history", "bank_memory", "MiB"),
-    "parameters": Column("parameters", "backbone_parameters", "M"),
-}
 
 
 @dataclass(frozen=True)
@@ -92,6 +65,11 @@ class Trial:
     @property
     def work(self) -> str:
         return work_name(self.config)
+
+    @property
+    def identity(self) -> tuple[str, Any]:
+        """What tells its configuration from others, whatever the images, epochs and seed."""
+        return self.subject, self.facts["settings"]
 
     def own(self, records: Sequence[Kept]) -> list[Kept]:
         """Those of this very trial."""

@@ -1,28 +1,20 @@
 """A table as a small yaml file: rows that are configurations, columns that are measurements.
 
 Rows say in which settings they differ from the table's recipe, and what the paper measured on
-ImageNet. ``plan`` makes of them what is to be trained.
+ImageNet. ``plan.py`` makes of them what is to be trained.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from xmoco.config import KINDS, Config
-from xmoco.data.sources import source_name
 from xmoco.errors import UserError, nearest
-from xmoco.planning import with_full_paths
-from xmoco.settings import load_config, read_text, read_yaml
-from xmoco.tables.bench import COLUMNS, Column, Trial, split_facts
-from xmoco.train.run_folder import plain
+from xmoco.settings import read_text, read_yaml
+from xmoco.tables.columns import COLUMNS, Column
 
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
-UNLIKE = ("seed", "epochs", "log_every", "checkpoint_minutes")
-"""Of training: what is told by itself, or changes nothing."""
 
 
 def _known_column(name: str) -> str:
@@ -69,6 +61,7 @@ class Table(BaseModel):
     epochs: int = Field(ge=1)
     seeds: Seeds
     columns: Annotated[list[ColumnName], Field(min_length=1)]
+    chosen: str = Field("", description="In a sentence, how the rows' settings were chosen.")
     axis: Text | None = Field(None, description="What rows in order are values of, as ξ.")
     paper: Text = Field("", description="How the paper's figures came about.")
     paper_columns: list[PaperColumn] = Field(default_factory=list)
@@ -147,100 +140,3 @@ def _validated(content: Any, where: str) -> Table:
             case _:
                 wanted = first["msg"].replace("Input should", "it must")
         raise UserError(f"{where}: {f'{place}: ' if place else ''}{wanted}.") from None
-
-
-@dataclass(frozen=True)
-class Asked:
-    """How a table is to be run: on which images, and what differs from its file."""
-
-    data: str | None = None
-    epochs: int | None = None
-    seeds: tuple[int, ...] | None = None
-    rows: tuple[str, ...] | None = None
-    held_out: float | None = None
-    """The share of the training images that is judged in place of the test images."""
-    overrides: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A trial, and the row it belongs to."""
-
-    row: Row
-    trial: Trial
-
-    @property
-    def label(self) -> str:
-        return f"{self.row.name}, seed {self.trial.seed}"
-
-
-def plan(table: Table, asked: Asked) -> list[Planned]:
-    """All trials, every row's first seed before any row's second. Mistakes are told now."""
-    rows = _chosen(table, asked)
-    seeds = {row.name: asked.seeds or tuple(row.seeds or table.seeds) for row in rows}
-    return [
-        Planned(row, _trial(table, row, asked, seeds[row.name][turn]))
-        for turn in range(max(map(len, seeds.values())))
-        for row in rows
-        if turn < len(seeds[row.name])
-    ]
-
-
-def _chosen(table: Table, asked: Asked) -> list[Row]:
-    if asked.rows is None:
-        return table.trained
-    names = [row.name for row in table.trained]
-    for name in asked.rows:
-        if name not in names:
-            raise UserError(
-                f"there is no row {name!r}{nearest(name, names)}; there are {', '.join(names)}."
-            )
-    return [row for row in table.trained if row.name in asked.rows]
-
-
-def _trial(table: Table, row: Row, asked: Asked, seed: int) -> Trial:
-    recipe = row.recipe or table.recipe
-    changes = [*table.settings.split(), *row.settings.split(), *asked.overrides]
-    epochs = table.epochs if asked.epochs is None else asked.epochs
-    data = {} if asked.data is None else {"source": asked.data}
-    try:
-        config = load_config(recipe, [*changes, f"epochs={epochs}", f"seed={seed}"], data)
-    except UserError as error:
-        raise UserError(f"row {row.name}: {error}") from None
-    if config.run.devices * config.run.nodes > 1:
-        raise UserError("a row is trained on one device: give --devices for several rows at once.")
-    return Trial(
-        config.method.subject,
-        with_full_paths(config),
-        facts={
-            "source": source_name(config.data.source),
-            "settings": own_settings(config),
-            "epochs": epochs,
-            "epoch": epochs,
-            **split_facts(asked.held_out),
-        },
-        told={"recipe": Path(recipe).stem, "changes": " ".join(changes)},
-    )
-
-
-def settings_of_rows(
-    table: Table, overrides: Sequence[str] = ()
-) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Subject and settings of every row that is trained, by its name."""
-    asked = Asked(overrides=tuple(overrides))
-    trials = {row.name: _trial(table, row, asked, seed=0) for row in table.trained}
-    return {name: (trial.subject, trial.facts["settings"]) for name, trial in trials.items()}
-
-
-def own_settings(config: Config) -> dict[str, Any]:
-    """What differs from xmoco's defaults: settings that are younger than a record change nothing.
-
-    Data, device and watching take no part, nor do epochs and seed, which records tell themselves.
-    """
-    settings = config.model_dump(
-        mode="json", exclude_defaults=True, exclude={"run", "data", "monitor"}
-    )
-    train = {k: v for k, v in settings.get("train", {}).items() if k not in UNLIKE}
-    for section in KINDS:
-        settings[section] = {"name": getattr(config, section).name, **settings.get(section, {})}
-    return plain({**settings, "train": train})

@@ -10,7 +10,7 @@ import io
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,18 +19,25 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from xmoco.config import Config
 from xmoco.errors import UserError
 from xmoco.files import write_whole
+from xmoco.methods import method_class
+from xmoco.planning import describe_views
 from xmoco.report.circumstances import circumstances, markdown_table, sentence
 from xmoco.report.curves import LIGHT, to_png
-from xmoco.tables.bench import HELD_OUT, Column, Kept
-from xmoco.tables.definition import PaperColumn, Row, Table, settings_of_rows
+from xmoco.tables.bench import HELD_OUT, Kept, Trial
+from xmoco.tables.columns import Column
+from xmoco.tables.definition import PaperColumn, Row, Table
+from xmoco.tables.plan import trials_of_rows
 
 NOTHING = "–"
 DIGITS = {"%": 1, "s": 0, "GiB": 2, "MiB": 1, "M": 1}
 VARYING = ("%", "s")
 """Units of what differs from seed to seed."""
-ONE_SEED = "Every figure is of one seed: take differences below a point for chance."
+CHANCE = "take differences below a point for chance"
+ONE_SEED = f"Every figure is of one seed: {CHANCE}."
+SOME_OF_ONE_SEED = f"Where there is none, a figure is of one seed: {CHANCE}."
 DEVIATION = "± is the standard deviation over seeds."
 
 
@@ -80,10 +87,16 @@ class Line:
 
     row: Row
     cells: Mapping[Column, Cell]
+    trial: Trial | None = None
+    """What is trained of it; nothing of a row that is the paper's alone."""
 
     @property
     def seeds(self) -> int:
         return max((len(cell.values) for cell in self.cells.values()), default=0)
+
+    @property
+    def learns_labels(self) -> bool:
+        return self.trial is not None and method_class(self.trial.config.method).uses_labels
 
 
 @dataclass(frozen=True)
@@ -111,34 +124,39 @@ def fill(
     table: Table, records: Sequence[Kept], group: Group, overrides: Sequence[str] = ()
 ) -> Filled:
     """The table of one group. A record belongs to the row whose settings it has."""
-    rows = settings_of_rows(table, overrides)
+    trials = trials_of_rows(table, overrides)
     own = [
         record for record in records if _of_a_table(record) and Group.of(record.protocol) == group
     ]
     shown: list[Kept] = []
     lines = []
     for row in table.rows:
-        found = [r for r in own if (r.subject, r.protocol["settings"]) == rows.get(row.name)]
+        trial = trials.get(row.name)
+        found = [r for r in own if trial is not None and _identity(r) == trial.identity]
         cells = {}
         for column in table.measured:
             last = {record.seed: record for record in found if column.shows(record)}
             if last:
                 cells[column] = Cell({seed: record.value for seed, record in last.items()})
                 shown += last.values()
-        lines.append(Line(row, cells))
+        lines.append(Line(row, cells, trial))
     return Filled(table, group, lines, shown)
 
 
 def groups_of(table: Table, records: Sequence[Kept]) -> list[Group]:
     """Those in which records tell something of a table."""
-    rows = list(settings_of_rows(table).values())
+    rows = [trial.identity for trial in trials_of_rows(table).values()]
     return list(
         dict.fromkeys(
             Group.of(record.protocol)
             for record in records
-            if _of_a_table(record) and (record.subject, record.protocol["settings"]) in rows
+            if _of_a_table(record) and _identity(record) in rows
         )
     )
+
+
+def _identity(record: Kept) -> tuple[str, Any]:
+    return record.subject, record.protocol["settings"]
 
 
 def _of_a_table(record: Kept) -> bool:
@@ -187,8 +205,8 @@ def markdown(filled: Filled) -> str:
     rows = [
         [
             line.row.name,
-            *(_cell(line.cells.get(column), column) for column in filled.columns),
-            _seeds(line),
+            *(_cell(line, column) for column in filled.columns),
+            _number(line.seeds),
             *(_figure(figure, column.unit) for figure, column in _paper(table, line.row)),
         ]
         for line in filled.lines
@@ -201,13 +219,17 @@ def _paper(table: Table, row: Row) -> Iterator[tuple[float | None, PaperColumn]]
     return zip(figures, table.paper_columns, strict=True)
 
 
-def _cell(cell: Cell | None, column: Column) -> str:
+def _cell(line: Line, column: Column) -> str:
+    cell = line.cells.get(column)
     if cell is None:
         return NOTHING
-    digits, deviation = DIGITS[column.unit], ""
-    if cell.deviation is not None and column.unit in VARYING:
-        deviation = f" ± {cell.deviation:.{digits}f}"
-    return f"{cell.mean:,.{digits}f}{deviation} {column.unit}"
+    digits, deviation, fewer = DIGITS[column.unit], "", ""
+    if column.unit in VARYING:
+        if cell.deviation is not None:
+            deviation = f" ± {cell.deviation:.{digits}f}"
+        if len(cell.values) < line.seeds:  # than the row's other figures
+            fewer = f" (seeds: {_number(len(cell.values))})"
+    return f"{cell.mean:,.{digits}f}{deviation} {column.unit}{fewer}"
 
 
 def _figure(figure: float | None, unit: str) -> str:
@@ -216,19 +238,55 @@ def _figure(figure: float | None, unit: str) -> str:
     return f"{figure:.1f} %" if unit == "%" else f"{figure:g} {unit}"
 
 
-def _seeds(line: Line) -> str:
-    return {0: NOTHING, 1: "one"}.get(line.seeds, str(line.seeds))
+def _number(seeds: int) -> str:
+    return {0: NOTHING, 1: "one"}.get(seeds, str(seeds))
 
 
 def notes(filled: Filled) -> list[str]:
     """What is to be read out of the table, and how its figures came about."""
-    several = any(line.seeds > 1 for line in filled.lines)
-    told = [*agreements(filled), DEVIATION if several else ONE_SEED if filled.records else ""]
+    told = [*agreements(filled), _spread(filled), *unequal(filled), filled.table.chosen]
     if filled.records:
         told.append(circumstances(filled.records, _data, _size))
     if filled.table.paper:
         told.append(f"Paper: {filled.table.paper}.")
     return [words for words in told if words]
+
+
+def _spread(filled: Filled) -> str:
+    """How far figures may be chance."""
+    counts = {len(cell.values) for line in filled.lines for cell in line.cells.values()}
+    if not counts:
+        return ""
+    if counts == {1}:
+        return ONE_SEED
+    return f"{DEVIATION} {SOME_OF_ONE_SEED}" if 1 in counts else DEVIATION
+
+
+def unequal(filled: Filled) -> Iterator[str]:
+    """Where measured rows, other than those of an axis, do not have the same effort."""
+    if filled.table.axis is not None:
+        return
+    configs = {
+        line.row.name: line.trial.config
+        for line in filled.lines
+        if line.cells and line.trial is not None
+    }
+    effort: dict[str, Callable[[Config], str]] = {
+        "views of an image in every step": lambda c: describe_views(
+            method_class(c.method).view_groups(c)
+        ),
+        "images in every step": lambda c: str(c.train.batch),
+        "judged at": lambda c: f"{c.input.central_size} px",
+    }
+    for what, of in effort.items():
+        rows: dict[str, list[str]] = {}
+        for name, config in configs.items():
+            rows.setdefault(of(config), []).append(name)
+        if len(rows) > 1:
+            usual = max(rows, key=lambda words: len(rows[words]))
+            others = [f"{words} for {', '.join(names)}" for words, names in rows.items()]
+            others.pop(list(rows).index(usual))
+            yield sentence(f"{what}: {'; '.join(others)}; {usual} for all others")
 
 
 def _data(record: Kept) -> str:
@@ -254,6 +312,7 @@ def agreements(filled: Filled) -> Iterator[str]:
             for line in filled.lines
             if ours in line.cells
             and line.row.paper
+            and not line.learns_labels  # a reference, not one of those compared
             and (figure := line.row.paper[place]) is not None
         ]
         pairs = [

@@ -29,9 +29,11 @@ from xmoco.errors import Interrupted, UserError
 from xmoco.planning import say
 from xmoco.records import append_records
 from xmoco.settings import config_yaml
-from xmoco.tables.bench import Bench, Column, Images, Trial, known_records, lasting
-from xmoco.tables.definition import Asked, Planned, Table, plan, read_table
+from xmoco.tables.bench import Bench, Images, Trial, known_records, lasting
+from xmoco.tables.columns import Column
+from xmoco.tables.definition import Table, read_table
 from xmoco.tables.drawing import Group, draw, fill
+from xmoco.tables.plan import Asked, Planned, plan
 from xmoco.train.engine import build_fabric, choose_device
 from xmoco.train.loop import Callback, Training
 from xmoco.train.progress import Progress

@@ -1,0 +1,112 @@
+"""What is to be trained of a table: every row as a configuration, with each of its seeds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xmoco.config import KINDS, Config
+from xmoco.data.sources import source_name
+from xmoco.errors import UserError, nearest
+from xmoco.planning import with_full_paths
+from xmoco.settings import load_config
+from xmoco.tables.bench import Trial, split_facts
+from xmoco.tables.definition import Row, Table
+from xmoco.train.run_folder import plain
+
+UNLIKE = ("seed", "epochs", "log_every", "checkpoint_minutes")
+"""Of training: what is told by itself, or changes nothing."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How a table is to be run: on which images, and what differs from its file."""
+
+    data: str | None = None
+    epochs: int | None = None
+    seeds: tuple[int, ...] | None = None
+    rows: tuple[str, ...] | None = None
+    held_out: float | None = None
+    """The share of the training images that is judged in place of the test images."""
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A trial, and the row it belongs to."""
+
+    row: Row
+    trial: Trial
+
+    @property
+    def label(self) -> str:
+        return f"{self.row.name}, seed {self.trial.seed}"
+
+
+def plan(table: Table, asked: Asked) -> list[Planned]:
+    """All trials, every row's first seed before any row's second. Mistakes are told now."""
+    rows = _chosen(table, asked)
+    seeds = {row.name: asked.seeds or tuple(row.seeds or table.seeds) for row in rows}
+    return [
+        Planned(row, _trial(table, row, asked, seeds[row.name][turn]))
+        for turn in range(max(map(len, seeds.values())))
+        for row in rows
+        if turn < len(seeds[row.name])
+    ]
+
+
+def _chosen(table: Table, asked: Asked) -> list[Row]:
+    if asked.rows is None:
+        return table.trained
+    names = [row.name for row in table.trained]
+    for name in asked.rows:
+        if name not in names:
+            raise UserError(
+                f"there is no row {name!r}{nearest(name, names)}; there are {', '.join(names)}."
+            )
+    return [row for row in table.trained if row.name in asked.rows]
+
+
+def _trial(table: Table, row: Row, asked: Asked, seed: int) -> Trial:
+    recipe = row.recipe or table.recipe
+    changes = [*table.settings.split(), *row.settings.split(), *asked.overrides]
+    epochs = table.epochs if asked.epochs is None else asked.epochs
+    data = {} if asked.data is None else {"source": asked.data}
+    try:
+        config = load_config(recipe, [*changes, f"epochs={epochs}", f"seed={seed}"], data)
+    except UserError as error:
+        raise UserError(f"row {row.name}: {error}") from None
+    if config.run.devices * config.run.nodes > 1:
+        raise UserError("a row is trained on one device: give --devices for several rows at once.")
+    return Trial(
+        config.method.subject,
+        with_full_paths(config),
+        facts={
+            "source": source_name(config.data.source),
+            "settings": own_settings(config),
+            "epochs": epochs,
+            "epoch": epochs,
+            **split_facts(asked.held_out),
+        },
+        told={"recipe": Path(recipe).stem, "changes": " ".join(changes)},
+    )
+
+
+def trials_of_rows(table: Table, overrides: Sequence[str] = ()) -> dict[str, Trial]:
+    """Every row that is trained, by its name, as a trial of the first seed."""
+    asked = Asked(overrides=tuple(overrides))
+    return {row.name: _trial(table, row, asked, seed=0) for row in table.trained}
+
+
+def own_settings(config: Config) -> dict[str, Any]:
+    """What differs from xmoco's defaults: settings that are younger than a record change nothing.
+
+    Data, device and watching take no part, nor do epochs and seed, which records tell themselves.
+    """
+    settings = config.model_dump(
+        mode="json", exclude_defaults=True, exclude={"run", "data", "monitor"}
+    )
+    train = {k: v for k, v in settings.get("train", {}).items() if k not in UNLIKE}
+    for section in KINDS:
+        settings[section] = {"name": getattr(config, section).name, **settings.get(section, {})}
+    return plain({**settings, "train": train})
