@@ -274,10 +274,17 @@ def tensors(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, state
 
 
+UNLIKE = {
+    "/seconds",
+    "/identity/settings/data/source",
+    "/identity/settings/train/checkpoint_minutes",
+}
+
+
 def assert_same_end(run: Path, other: Path) -> None:
     """Two finished runs have the same weights and the same last checkpoint, bit for bit.
 
-    All but the time they took and where their images lay.
+    All but the time they took, how often they saved and where their images lay.
     """
     ours, theirs = (load_file(r / "backbone.safetensors") for r in (run, other))
     assert ours.keys() == theirs.keys()
@@ -291,5 +298,4 @@ def assert_same_end(run: Path, other: Path) -> None:
         if isinstance(value, torch.Tensor):
             assert torch.equal(value, states[1][name]), name
         else:
-            unlike = {"/seconds", "/identity/settings/data/source"}
-            assert value == states[1][name] or name in unlike, name
+            assert value == states[1][name] or name in UNLIKE, name

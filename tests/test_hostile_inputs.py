@@ -53,6 +53,7 @@ RECIPES = {
     "a zero byte to inherit from": ('inherits: "a\\0b.yaml"', "cannot inherit from 'a\\x00b.yaml'"),
     "a zero byte in a name": ('inherits: "a\\0b"', "unknown recipe 'a\\x00b'"),
     "a folder to inherit from": ("inherits: folder.yaml", "Is a directory"),
+    "half a letter as a section": ('"\\ud800": {}', "a key = '\\ud800': must be a valid string"),
     "codes in a key": ('"\\e[31mred": {}', "unknown key '\\x1b[31mred'"),
     "codes in a section": ('"\\e[31mred": 3', "must hold keys and values"),
     "binary": (b"\xff\xfe\x00\x01", "not a text file"),

@@ -27,6 +27,7 @@ from helpers import (
     write_recipe,
 )
 from xmoco.checkpoints import Checkpoints
+from xmoco.errors import TRY_AGAIN
 from xmoco.run_logger import RunLogger
 from xmoco.settings import read_config
 
@@ -152,12 +153,12 @@ def test_stopped_in_the_middle_of_an_epoch(
     seen: set[int] = set()
     monkeypatch.setattr(RunLogger, "on_step", stopping)
     outcome = run_cli("pretrain", "--recipe", recipe, "--out", stopped, *changes)
-    assert outcome.status == 128 + signal.SIGTERM
+    assert outcome.status == TRY_AGAIN
     assert outcome.stderr.count("\n") == 1
     assert "stopped by SIGTERM after step 2 of 24" in outcome.stderr
     assert f"xmoco pretrain --resume --out {stopped}" in outcome.stderr
     outcome = run_cli("pretrain", "--resume", "--out", stopped)
-    assert outcome.status == 128 + signal.SIGTERM
+    assert outcome.status == TRY_AGAIN
     assert "stopped by SIGTERM after step 13 of 24" in outcome.stderr
     assert "going on after step 2 (epoch 0.2)" in outcome.stdout
     assert_done(run_cli("pretrain", "--resume", "--out", stopped))
@@ -198,7 +199,7 @@ def test_signals_to_a_real_process(recipe: Path, tmp_path: Path, number: signal.
     wait_until(lambda: (run / "metrics.jsonl").exists() and logged_steps(run)[-1:] > [10])
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)
-    assert process.returncode == 128 + number
+    assert process.returncode == (130 if number == signal.SIGINT else TRY_AGAIN)
     assert errors.count("\n") == 1
     assert errors.startswith(f"xmoco: stopped by {number.name} after step ")
     assert "Traceback" not in errors
@@ -215,7 +216,7 @@ def test_signals_to_a_real_process(recipe: Path, tmp_path: Path, number: signal.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunLogger, "on_step", enough)
         outcome = run_cli(*offered[1:])
-    assert outcome.status == 143
+    assert outcome.status == TRY_AGAIN
     assert f"stopped by SIGTERM after step {step + 3} of 4000" in outcome.stderr
 
 

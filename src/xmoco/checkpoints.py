@@ -1,20 +1,32 @@
 """Checkpoints: everything a run needs to go on exactly where it was.
 
-Written whole or not at all; the last two are kept, so the last good one is never touched while the
-next is written; read without running any code they might contain.
+Written whole or not at all, in the background while training goes on, with a checksum of every
+part. The last two are kept, so the last good one is never touched while the next is written; where
+the last one is damaged or lost, the one before serves. Read without running any code they might
+contain.
 """
 
+import threading
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from xmoco.errors import UserError
 from xmoco.files import write_whole
-from xmoco.pickles import RefusedPickle, read_pickle
+from xmoco.pickles import RefusedPickle, check_parts, read_pickle
 
 FORMAT = "xmoco checkpoint 1"
 KEPT = 2
+
+
+class Newest(NamedTuple):
+    """The last checkpoint that is whole, if there is any, and what is to be said of later ones."""
+
+    path: Path | None
+    notes: list[str]
 
 
 class Checkpoints:
@@ -28,8 +40,9 @@ class Checkpoints:
         path = self.folder / f"step-{step:09d}.ckpt"
         content = {"format": FORMAT, "step": step, **state}
         write_whole(path, lambda file: torch.save(content, file))
-        left_by_a_killed_run = self.folder.glob(".step-*.part")
-        for old in [*self.paths()[:-KEPT], *left_by_a_killed_run]:
+        write_whole(self._note, path.name.encode())
+        left_over = [*self.folder.glob(".*.part"), *self.folder.glob("*.damaged")]
+        for old in [*self.paths()[:-KEPT], *left_over]:
             old.unlink(missing_ok=True)
         return path
 
@@ -40,6 +53,108 @@ class Checkpoints:
     def latest(self) -> Path | None:
         paths = self.paths()
         return paths[-1] if paths else None
+
+    def newest_whole(self) -> Newest:
+        """What to go on from; a ``UserError`` if there are checkpoints, but none that is whole."""
+        notes: list[str] = []
+        paths = self.paths()
+        told = self._told()
+        if told is not None and told not in paths and not any(path > told for path in paths):
+            notes.append(f"{told.name} is missing")
+        found = None
+        for path in reversed(paths):
+            try:
+                check_parts(path, checked=True)
+            except RefusedPickle as reason:
+                notes.append(f"{path.name} {reason}")
+            except OSError as error:  # of a failing disk, say
+                notes.append(f"{path.name} cannot be read ({error.strerror or error})")
+            else:
+                found = path
+                break
+        if found is None and paths:
+            raise UserError(
+                f"no checkpoint in {self.folder} is whole: {'; '.join(notes)}. Remove them to "
+                "start this run again from the beginning."
+            )
+        way_on = f"going on from {found.name}" if found else "beginning anew"
+        return Newest(found, [f"{note}; {way_on}" for note in notes])
+
+    def put_aside(self, after: Path) -> None:
+        """Rename those after a checkpoint, which are damaged. The next save removes them."""
+        for path in self.paths():
+            if path > after:
+                path.rename(path.with_suffix(".damaged"))
+
+    @property
+    def _note(self) -> Path:
+        """Names the last checkpoint that was written, by which a lost one is noticed."""
+        return self.folder / "newest"
+
+    def _told(self) -> Path | None:
+        with suppress(OSError, ValueError):
+            name = self._note.read_bytes()[:100].decode("ascii")
+            if name.startswith("step-") and "/" not in name:
+                return self.folder / name
+        return None
+
+
+class BackgroundSaver:
+    """Writes one checkpoint at a time, in a thread, from a copy of the state."""
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self._checkpoints = checkpoints
+        self._thread: threading.Thread | None = None
+        self._failure: Exception | None = None
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Begin to write; the caller may change the state as soon as this returns."""
+        self.finish()
+        copied: dict[str, Any] = _on_host(state)
+        self._thread = threading.Thread(
+            target=self._write, args=(step, copied), name="xmoco-checkpoint"
+        )
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def check(self) -> None:
+        """Raise what went wrong in the background, if anything has."""
+        if self._failure is not None:
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait until all is written; raises if it could not be."""
+        self.wait()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, step: int, state: dict[str, Any]) -> None:
+        try:
+            self._checkpoints.save(step, state)
+        except Exception as error:  # to be raised where the run can be ended
+            if isinstance(error, UserError):
+                error.alone = True  # other processes write nothing
+            self._failure = error
+
+
+def _on_host(value: Any) -> Any:
+    """A copy of a nested state, its tensors in the host's memory."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _on_host(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_on_host, value))
+    return value
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The command line: one verb per command, no logic. Heavy imports wait until a command runs."""
 
 import os
+import re
 import signal
 import sys
 import warnings
@@ -18,7 +19,7 @@ from rich.text import Text
 
 from xmoco.cli_evaluate import evaluate, print_plain
 from xmoco.cli_tables import tables
-from xmoco.launchers import first_process
+from xmoco.launchers import PREEMPTING, first_process
 from xmoco.text import printable
 
 LONGEST_SENTENCE = 4000
@@ -84,6 +85,14 @@ def pretrain(
         Path | None,
         typer.Option(help="Start a new run from the backbone of another run (folder or file)."),
     ] = None,
+    skip_bad_steps: Annotated[
+        bool,
+        typer.Option(
+            "--skip-bad-steps",
+            help="Leave out steps whose loss is no number or out of all proportion, instead of "
+            "ending there; also with --resume.",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -101,14 +110,15 @@ def pretrain(
 
     if dry_run and (resume or weights or out):
         raise UserError("--dry-run does nothing, so --out, --resume and --weights go without.")
+    settings = [*(settings or []), *(["skip_bad_steps=true"] if skip_bad_steps else [])]
     if not resume:  # mistakes are told before the seconds that importing torch takes
-        Asked(recipe, tuple(settings or ()), {}).run_config()
+        Asked(recipe, tuple(settings), {}).run_config()
 
     from xmoco.planning import show_plan
     from xmoco.pretraining import pretrain as run
 
     if dry_run:
-        show_plan(recipe, data=data, overrides=settings or [])
+        show_plan(recipe, data=data, overrides=settings)
         return
     result = run(
         recipe,
@@ -116,7 +126,7 @@ def pretrain(
         out=out,
         resume=resume,
         weights=weights,
-        overrides=settings or [],
+        overrides=settings,
     )
     if first_process():
         print_plain(f"\nweights  {result.weights}\nreport   {result.report}")
@@ -227,12 +237,13 @@ def settings(
 
 def main() -> None:
     """Run a command; a user's mistake is one sentence and exit status 2."""
-    from xmoco.errors import Interrupted, UserError
+    from xmoco.errors import TRY_AGAIN, Interrupted, UserError
 
     # Of an odd image Pillow says something before it is read or refused, which we tell ourselves.
     warnings.filterwarnings("ignore", module=r"PIL\b")
     # While a run trains, it handles these itself and saves; this is for before and after.
-    signal.signal(signal.SIGTERM, lambda *_: _fail(STOPPED, status=143))
+    for number in PREEMPTING:
+        signal.signal(number, lambda *_: _fail(STOPPED, status=TRY_AGAIN))
     try:
         app()
     except SystemExit as end:
@@ -242,13 +253,16 @@ def main() -> None:
     except UserError as error:
         _fail(str(error), status=error.status, alone=error.alone)
     except Interrupted as stop:
-        _fail(str(stop), status=128 + stop.signal_number if first_process() else 0)
+        _fail(str(stop), status=stop.status if first_process() else 0)
     except OSError as error:
         if error.errno is None:
             raise
         where = f": {error.filename}" if error.filename else ""
         _fail(f"{error.strerror}{where}.", status=2)
     except Exception as error:
+        memory = _short_of_memory(error)
+        if memory is not None:
+            _fail(memory, status=2, alone=True)
         if not _lost_partner(error):
             raise
         _fail("another process of this run has ended; it says why.", status=1)
@@ -259,6 +273,23 @@ def _lost_partner(error: Exception) -> bool:
     torch = sys.modules.get("torch")
     several = torch is not None and torch.distributed.is_initialized()
     return bool(several and isinstance(error, RuntimeError))
+
+
+def _short_of_memory(error: Exception) -> str | None:
+    """What to do, where the device or the host had too little memory."""
+    torch = sys.modules.get("torch")
+    on_device = torch is not None and isinstance(error, torch.OutOfMemoryError)
+    reason = str(error).partition(". ")[0]
+    if not on_device and not isinstance(error, MemoryError):
+        found = re.search(r"tried to allocate (\d+) bytes", str(error))
+        if found is None:
+            return None
+        reason = f"{int(found[1]) / 2**30:.1f} GiB more were wanted"
+    what = "the device" if on_device else "the machine"
+    return (
+        f"{what} ran out of memory ({reason or 'more was wanted'}): lower batch, size or "
+        "preload_gib, or raise accumulate."
+    )
 
 
 def _fail(sentence: str, status: int, alone: bool = False) -> NoReturn:

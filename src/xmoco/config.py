@@ -699,6 +699,11 @@ class RunConfig(Section):
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="Arithmetic of the encoders: `auto` is bf16 on CUDA, fp32 elsewhere."
     )
+    skip_bad_steps: bool = Field(
+        False,
+        description="Leave steps out whose loss is no number, or a thousand times as large as "
+        "before; otherwise the run ends there. Takes memory for a copy of all weights.",
+    )
     readers: int = Field(
         8,
         ge=1,

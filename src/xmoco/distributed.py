@@ -106,6 +106,16 @@ def sum_over_processes(values: Tensor) -> Tensor:
     return total
 
 
+@torch.no_grad()
+def largest_of_all(numbers: list[int], device: torch.device) -> list[int]:
+    """Of each number the largest that any process has."""
+    largest = torch.tensor(numbers, device=device)
+    if processes() > 1:
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    values: list[int] = largest.tolist()
+    return values
+
+
 def own_share(rows: Tensor) -> Tensor:
     """This process's part of rows that all processes hold: every W-th, starting at its rank."""
     return rows[rank() :: processes()]

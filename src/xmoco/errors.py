@@ -4,6 +4,9 @@ import difflib
 import signal
 from collections.abc import Iterable
 
+TRY_AGAIN = 75
+"""The exit status EX_TEMPFAIL: all is saved, and the same command, or --resume, goes on. A job
+script, or a cluster told so, starts it again."""
 LONGEST_WORD = 500
 """Letters of what may be a misspelt word or path: comparing takes time."""
 
@@ -33,6 +36,12 @@ class Interrupted(Exception):  # noqa: N818 - nothing went wrong
         name = signal.Signals(signal_number).name
         super().__init__(f"stopped by {name} {where}; everything is saved. Go on with: {way_on}")
         self.signal_number = signal_number
+
+    @property
+    def status(self) -> int:
+        """With which a program ends. A person who presses Ctrl-C wants it stopped; whoever sends
+        another signal wants the machine, and the run should go on when there is one."""
+        return 130 if self.signal_number == signal.SIGINT else TRY_AGAIN
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

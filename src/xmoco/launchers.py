@@ -6,10 +6,14 @@ process, whatever its job has been given.
 """
 
 import os
+import signal
 from typing import NamedTuple
 
 NO_STEP = 0xFFFFFFF0
 """SLURM numbers steps that are none of srun's from here: batch scripts, interactive shells."""
+PREEMPTING = (signal.SIGTERM, *([signal.SIGUSR1] if hasattr(signal, "SIGUSR1") else []))
+"""What clusters send before they take a machine away; the second by SLURM's ``--signal=USR1@90``,
+say. Windows has no such signal."""
 
 
 class Launcher(NamedTuple):

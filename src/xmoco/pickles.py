@@ -50,11 +50,7 @@ def read_pickle(path: Path, harmless: Iterable[Harmless] = (), checked: bool = F
     ``harmless`` are functions and classes that may be called; ``checked`` compares every part with
     its checksum first.
     """
-    with path.open("rb") as file:
-        if file.read(2) == b"PK":
-            _check_archive(path, checked)
-        elif checked:
-            raise RefusedPickle(NO_CHECKPOINT)
+    check_parts(path, checked)
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(list(harmless)):
             warnings.simplefilter("ignore")  # what torch thinks of a file, we say ourselves
@@ -70,8 +66,19 @@ def read_pickle(path: Path, harmless: Iterable[Harmless] = (), checked: bool = F
     return content
 
 
+def check_parts(path: Path, checked: bool) -> None:
+    """Look at the archive that torch writes, which stores parts as they are, one behind the other:
+    raises ``RefusedPickle`` or an ``OSError``. Where ``checked``, parts must have their checksums;
+    otherwise it may also be a file from before there were archives."""
+    with path.open("rb") as file:
+        archived = file.read(2) == b"PK"
+    if not archived and checked:
+        raise RefusedPickle(NO_CHECKPOINT)
+    if archived:
+        _check_archive(path, checked)
+
+
 def _check_archive(path: Path, checked: bool) -> None:
-    """torch stores its parts as they are, one behind the other."""
     try:
         with zipfile.ZipFile(path) as archive:
             parts = archive.infolist()

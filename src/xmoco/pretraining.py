@@ -146,7 +146,8 @@ def _run(
     method.meet(images)
     broken = Unreadable(0 if test is None else len(test))
     with console.status(Text(f"reading {images.name}")):
-        batches = _batches(config, fabric, images, RunFolder(path).unreadable())
+        known = RunFolder(path).known_unreadable(Unreadable(len(images)).limit)
+        batches = _batches(config, fabric, images, known)
         kept = None if test is None else _kept(test, config, fabric.device, broken)
 
     run = on_first(
@@ -252,6 +253,11 @@ def _plan(config: Config, steps_per_epoch: int) -> Plan:
         accumulate=train.accumulate,
         log_every=train.log_every,
         checkpoint_minutes=train.checkpoint_minutes,
+        skip_bad_steps=config.run.skip_bad_steps,
+        to_save_memory=(
+            f"lower batch ({train.batch} now) or size ({config.input.size} now), or raise "
+            f"accumulate ({train.accumulate} now), which splits a batch into parts"
+        ),
     )
 
 
@@ -342,6 +348,7 @@ def _introduction(
         count = len(training.batches.unreadable)
         what = "1 image" if count == 1 else f"{count} images"
         yield f"warning: {what} could not be read and others take their place; see unreadable.txt"
+    yield from (f"warning: {note}" for note in training.notes)
     if damaged:
         what = "1 line" if damaged == 1 else f"{damaged} lines"
         yield f"warning: {what} of metrics.jsonl were damaged and have been left out"

@@ -99,6 +99,9 @@ class RunLogger(Judge):
             self.run.add_record(record)
             self.events.add_scalar(f"similarities/{record.measure}", record.value, step)
 
+    def on_note(self, text: str) -> None:
+        self.progress.note(text)
+
     def on_record(self, record: Record) -> None:
         if record.subject == self.config.method.subject:
             self.progress.knn(record.protocol["epoch"], record.value)

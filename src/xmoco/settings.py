@@ -312,7 +312,7 @@ _WANTED = {
 
 def _sentence(error: Any) -> str:
     """One pydantic error as ``section.field = value: what it must be``."""
-    place = [str(part) for part in error["loc"]]
+    place = [str(part) for part in error["loc"]] or ["a key"]
     kind = place.pop(1) if place[0] in KINDS and len(place) > 1 else None
     key, value = ".".join(place), error["input"]
     fields = all_fields()

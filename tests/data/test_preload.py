@@ -50,6 +50,7 @@ def test_one_size_lies_in_one_tensor() -> None:
     assert isinstance(preload(images, CPU, gib=exactly), ArrayImages)
     assert preload(images, CPU, gib=exactly - 1 / 2**30) is images
     assert isinstance(preload(Listed(many_sizes(50)), CPU), RaggedImages)
+    assert isinstance(preload(images, CPU, gib=2.0**53), ArrayImages)  # more than there is
 
 
 def test_a_set_that_grows_out_of_its_limit_is_left_where_it_is() -> None:

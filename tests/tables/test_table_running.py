@@ -20,6 +20,7 @@ from helpers import (
     run_cli,
     write_recipe,
 )
+from xmoco.errors import TRY_AGAIN
 from xmoco.evaluate.classify import LINEAR
 from xmoco.tables import bench, drawing, running
 from xmoco.tables.definition import read_table
@@ -169,14 +170,14 @@ def test_an_interrupted_run_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch
     whole, whole_weights = figures(), weights()
     Path("out").rename("whole")
 
-    def stopping(_: Any, step: int, *values: Any) -> None:
+    def stopping(_: Any, step: int) -> None:
         if step == 4:
             signal.raise_signal(signal.SIGTERM)
 
     with monkeypatch.context() as patch:
-        patch.setattr(running._Shown, "on_values", stopping)
+        patch.setattr(running._Shown, "on_step", stopping)
         outcome = run(*arguments)
-    assert outcome.status == 128 + signal.SIGTERM
+    assert outcome.status == TRY_AGAIN
     assert "stopped by SIGTERM after step 4 of 6; everything is saved" in outcome.stderr
     assert "Go on with: xmoco tables run two.yaml --out out --epochs 2" in outcome.stderr
     assert not Path("out/records.jsonl").exists()

@@ -1,6 +1,7 @@
 """The run folder: created whole, never overwritten, metrics without gaps or repeats."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ def test_creation_is_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def fail(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(UserError, match=r"cannot create .*run: No space left on device"):
         RunFolder.create(tmp_path / "run", TEXT)
     assert list(tmp_path.iterdir()) == []
@@ -45,7 +46,7 @@ def test_an_interruption_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "write_text", interrupt)
+    monkeypatch.setattr(os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
         RunFolder.create(tmp_path / "run", TEXT)
     assert list(tmp_path.iterdir()) == []
@@ -121,6 +122,16 @@ def test_metrics_after_a_step_are_forgotten(run: RunFolder) -> None:
     assert run.last_knn() == {"untrained": 20, "xmoco": 10}
     run.forget_after(0)
     assert (run.path / "metrics.jsonl").read_text() == ""
+
+
+def test_the_step_of_a_record_is_in_its_protocol(run: RunFolder) -> None:
+    """Whatever else it holds: benchmarks/fuzz.py put a word there."""
+    line = json.loads(knn(10, 20).json()) | {"step": "xmoco"}
+    (run.path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    run.forget_after(10)
+    assert run.last_knn() == {"xmoco": 20}
+    run.forget_after(9)
+    assert run.last_knn() == {}
 
 
 def test_a_value_line(run: RunFolder) -> None:

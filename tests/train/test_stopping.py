@@ -5,25 +5,30 @@ import signal
 import threading
 
 import pytest
-import torch
 
 from xmoco.train.stopping import StopRequest
 
-CPU = torch.device("cpu")
-SIGNALS = [signal.SIGINT, signal.SIGTERM]
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1]
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_noticed_and_handlers_are_put_back(number: signal.Signals) -> None:
     before = [signal.getsignal(s) for s in SIGNALS]
     with StopRequest() as stop:
-        assert stop.agreed(CPU) == 0
+        assert stop.signal_number == 0
         os.kill(os.getpid(), number)
-        assert stop.agreed(CPU) == number
+        assert stop.signal_number == number
     assert [signal.getsignal(s) for s in SIGNALS] == before
 
 
-def test_a_second_signal_stops_at_once() -> None:
+def test_what_a_cluster_sends_twice_is_one_request() -> None:
+    with StopRequest() as stop:
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert stop.signal_number == signal.SIGUSR1
+
+
+def test_a_second_signal_from_the_keyboard_stops_at_once() -> None:
     before = [signal.getsignal(s) for s in SIGNALS]
 
     def impatient() -> None:
@@ -41,7 +46,7 @@ def test_other_threads_do_without() -> None:
 
     def work() -> None:
         with StopRequest() as stop:
-            found.append(stop.agreed(CPU))
+            found.append(stop.signal_number)
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -42,7 +42,7 @@ def preload(
         pixels = images.pixels.to(device)
         return ArrayImages(images.name, pixels, images.labels, images.classes, images.shown)
     sizes = _some_sizes(images, device, readers)
-    if 3 * sizes.prod(1).double().mean() * len(images) > limit:
+    if 3 * float(sizes.prod(1).double().mean()) * len(images) > limit:
         return images
     if unreadable is None:
         unreadable = Unreadable(len(images))

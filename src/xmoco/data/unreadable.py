@@ -6,6 +6,14 @@ from itertools import islice
 from xmoco.errors import UserError
 
 
+class TooManyUnreadable(UserError):  # noqa: N818
+    """More than can be replaced without anyone noticing."""
+
+    def add(self, sentence: str) -> None:
+        """Say more."""
+        self.args = (f"{self} {sentence}",)
+
+
 class Unreadable:
     """The images that could not be read, in the order they were met; too many of them is an error.
 
@@ -23,7 +31,7 @@ class Unreadable:
             examples = ", ".join(f"{where} ({why})" for where, why in islice(self, 3))
             more = f" and {len(self) - 3} more" if len(self) > 3 else ""
             least = "at least " if len(self) < self.images else ""  # others were not tried yet
-            raise UserError(
+            raise TooManyUnreadable(
                 f"{least}{len(self)} of {counted(self.images)} cannot be read, which is more than "
                 f"1 %: {examples}{more}."
             )

@@ -9,7 +9,7 @@ pickles are read with ``weights_only=True``.
 import argparse
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -174,10 +174,12 @@ def _load(weights: str | Path) -> Weights:
         return _load_timm(model, str(weights))
     if library == "scratch":
         return _untrained(model, str(weights))
-    path = _weights_file(weights)
+    path, notes = _weights_file(weights)
     if _is_pickle(path):
         content = _read_pickle(path)
-        return _of_run(content, path) if content.get("format") == FORMAT else _others(content, path)
+        if content.get("format") == FORMAT:
+            return _of_run(content, path, notes)
+        return _others(content, path)
     card = _own_card(path)
     tensors = _read_safetensors(path)
     if card is None:
@@ -222,7 +224,7 @@ class _OfRun(BaseModel):
     epoch: float = Field(ge=0, le=LARGEST_NUMBER, allow_inf_nan=False)
 
 
-def _of_run(checkpoint: Mapping[str, object], path: Path) -> Weights:
+def _of_run(checkpoint: Mapping[str, object], path: Path, notes: Sequence[str]) -> Weights:
     """What a run had learnt when it wrote this checkpoint."""
     try:
         found = _OfRun.model_validate(checkpoint)
@@ -236,7 +238,7 @@ def _of_run(checkpoint: Mapping[str, object], path: Path) -> Weights:
         "xmoco",
         len(backbone),
         tuple(dict.fromkeys(others)),
-        notes=(f"as it was at epoch {epoch:.4g} of {config.train.epochs}, step {step:,}",),
+        notes=(*notes, f"as it was at epoch {epoch:.4g} of {config.train.epochs}, step {step:,}"),
     )
     return _ours(backbone, BackboneCard.of_run(config, int(epoch)), report, path)
 
@@ -247,31 +249,32 @@ def read_card(weights: str | Path) -> tuple[BackboneCard, Path]:
     Only our own files have a card to read; that of other weights is found out by loading them.
     """
     named = str(weights).startswith(("torchvision:", "timm:", "scratch:"))
-    path = Path(weights) if named else _weights_file(weights)
+    path = Path(weights) if named else _weights_file(weights)[0]
     own = None if named or _is_pickle(path) else _own_card(path)
     return own or load_weights(path).card, path
 
 
-def _weights_file(weights: str | Path) -> Path:
-    path = Path(weights)
+def _weights_file(weights: str | Path) -> tuple[Path, list[str]]:
+    """Where the weights are, and what is to be said of it."""
+    path, notes = Path(weights), list[str]()
     if path.is_dir():
-        path = _file_of_run(path)
+        path, notes = _file_of_run(path)
     if not path.is_file():
         raise UserError(
             f"no weights at {path}: give a run folder, a file of weights or torchvision:resnet50."
         )
-    return path
+    return path, notes
 
 
-def _file_of_run(run: Path) -> Path:
-    """The weights of a finished run, the last checkpoint of any other."""
+def _file_of_run(run: Path) -> tuple[Path, list[str]]:
+    """The weights of a finished run, the last whole checkpoint of any other."""
     path = run / "backbone.safetensors"
     if path.is_file() or not (run / "config.yaml").is_file():
-        return path
-    checkpoint = Checkpoints(run / "checkpoints").latest()
+        return path, []
+    checkpoint, notes = Checkpoints(run / "checkpoints").newest_whole()
     if checkpoint is None:
         raise UserError(f"{run} has no weights yet, nor a checkpoint: go on with --resume first.")
-    return checkpoint
+    return checkpoint, notes
 
 
 def _is_pickle(path: Path) -> bool:

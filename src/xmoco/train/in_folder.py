@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from xmoco.data import Batches, ImageSet
+from xmoco.data import Batches, ImageSet, Unreadable
 from xmoco.data.batches import Order, epoch_order
 from xmoco.fabric import Fabric
 from xmoco.task import Task
@@ -79,7 +79,7 @@ def train_in_folder(
         processes=fabric.world_size,
         readers=readers,
         order=order,
-        known_unreadable=RunFolder(folder).unreadable(),
+        known_unreadable=RunFolder(folder).known_unreadable(Unreadable(len(images)).limit),
     )
     run = on_first(fabric, lambda: RunFolder.begun(folder, settings))
     on_first(fabric, run.lock)
@@ -93,8 +93,12 @@ def train_in_folder(
             identity=plain(settings),
             resume_command=command,
         )
-        if training.restore() and say is not None:
-            say(_going_on(training, what))
+        restored = training.restore()
+        if say is not None:
+            for note in training.notes:
+                say(f"{note}.")
+            if restored:
+                say(_going_on(training, what))
         if not training.finished:
             _train(training, images, told)
     finally:

@@ -10,20 +10,23 @@ import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from xmoco.checkpoints import load_checkpoint
+from xmoco.checkpoints import BackgroundSaver, Newest, load_checkpoint
 from xmoco.config import OptimConfig
 from xmoco.data import Batch, Batches
-from xmoco.distributed import consolidate_state_dict, sum_over_processes
+from xmoco.data.unreadable import TooManyUnreadable
+from xmoco.distributed import consolidate_state_dict, largest_of_all, sum_over_processes
 from xmoco.errors import Interrupted, UserError
 from xmoco.fabric import Fabric
 from xmoco.schedules import Clock, Schedule
 from xmoco.task import Moment, StepOutput, Task
+from xmoco.train.bad_steps import BadStep, LossWatch, WayBack, too_many
+from xmoco.train.engine import on_first
 from xmoco.train.optimizers import build_optimizer, remembers_rightly
 from xmoco.train.partners import watching
 from xmoco.train.run_folder import RunFolder
@@ -31,7 +34,7 @@ from xmoco.train.step import build_stepper
 from xmoco.train.stopping import StopRequest
 
 CHECKPOINT_SHARE = 0.02  # of the time, at most, goes into checkpoints at epoch ends
-STEPS_BETWEEN_STOP_CHECKS = 10  # with several processes, which have to agree
+STEPS_BETWEEN_TALKS = 10  # of several processes, which have to agree when to save and to stop
 
 
 class Callback:
@@ -56,6 +59,9 @@ class Callback:
     def on_epoch(self, epoch: int, step: int) -> None:
         """``epoch`` epochs are done."""
 
+    def on_note(self, text: str) -> None:
+        """Something happened that a person should know."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -70,6 +76,9 @@ class Plan:
     accumulate: int = 1
     log_every: int = 20
     checkpoint_minutes: float = 10.0
+    skip_bad_steps: bool = False
+    to_save_memory: str = "take smaller batches or smaller images"
+    """What to do where memory is short."""
 
 
 @dataclass
@@ -88,6 +97,10 @@ class Training:
     resume_command: str = ""
     step: int = 0
     seconds: float = 0.0  # of training, over all sessions
+    notes: list[str] = field(default_factory=list)
+    """What a person should know of how it was restored."""
+    left_out: set[int] = field(default_factory=set)
+    """Bad steps."""
 
     def __post_init__(self) -> None:
         plan, device = self.plan, self.fabric.device
@@ -107,6 +120,8 @@ class Training:
             plan.peak_rate,
             plan.accumulate,
         )
+        self.losses = LossWatch(self.fabric)
+        self.saver = BackgroundSaver(self.run.checkpoints)
 
     @property
     def total_steps(self) -> int:
@@ -120,8 +135,8 @@ class Training:
         return Clock(step, self.total_steps, self.steps_per_epoch)
 
     def restore(self) -> bool:
-        """Go back to the last checkpoint. False if there is none yet."""
-        path = self.run.checkpoints.latest()
+        """Go back to the last checkpoint that is whole. False if there is none yet."""
+        path, self.notes = on_first(self.fabric, self._newest)
         if path is None:
             return False
         state = load_checkpoint(path)
@@ -138,19 +153,30 @@ class Training:
             self.optimizer.load_state_dict(state["optimizer"] | {"param_groups": settings})
             if not remembers_rightly(self.optimizer.optimizer):
                 raise ValueError("not this optimiser's")
-            self.step, self.seconds = _reached(state, self.total_steps)
+            self.step, self.seconds, self.losses.level = _reached(state, self.total_steps)
         except (RuntimeError, LookupError, ValueError, TypeError, AttributeError):
             raise UserError(
                 f"{path} belongs to another configuration than {self.run.path}."
             ) from None
         return True
 
+    def _newest(self) -> Newest:
+        newest = self.run.checkpoints.newest_whole()
+        if newest.path is not None:
+            self.run.checkpoints.put_aside(after=newest.path)
+        return newest
+
     def save(self) -> None:
         """Write a checkpoint, unless the weights are no longer numbers."""
+        self.begin_saving()
+        self.saver.finish()
+
+    def begin_saving(self) -> None:
+        """The same, but training may go on while it is written."""
         # Parameters are the same on all processes, which must end together.
         norms = torch._foreach_norm(list(self.task.parameters()))
         if not torch.stack(norms).isfinite().all():
-            raise self._diverged()
+            raise self._diverged(f"the weights are no longer numbers at step {self.step}")
         consolidate_state_dict(self.task)
         if not self.fabric.is_global_zero:
             return
@@ -158,10 +184,11 @@ class Training:
             "identity": self.identity,
             "epoch": self.step / self.steps_per_epoch,  # for whoever judges an unfinished run
             "seconds": self.seconds,
+            "loss_level": self.losses.level,
             "task": self.task.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
-        self.run.checkpoints.save(self.step, state)
+        self.saver.save(self.step, state)
 
     def train(self, callback: Callback) -> None:
         """Take all steps that are left. Raises ``Interrupted``, saved, when asked to stop."""
@@ -174,37 +201,129 @@ class Training:
             stack.enter_context(watching(self.fabric, self.resume_command))
             stop = stack.enter_context(StopRequest())
             stack.callback(self.name_unreadable)
-            stream = stack.enter_context(closing(self.batches.from_step(self.step)))
+            stack.callback(self.saver.wait)
+            stack.enter_context(self._short_memory_told())
+            stream = stack.enter_context(_Stream(self.batches, self.step))
+            way_back = self._way_back()
             while not self.finished:
                 log = (self.step + 1) % log_every == 0 or self.step + 1 == self.total_steps
-                step = self.advance(stream, with_metrics=log)
-                means.add(step)
+                try:
+                    step = self._advance_or_leave_out(stream, log)
+                except TooManyUnreadable as error:
+                    self._save_until_they_are_back(error)
+                    raise
+                if step is not None:
+                    means.add(step)
+                    self.losses.add(self.step, self._loss_and_weights(step))
                 self.seconds = before + time.perf_counter() - started
                 if self.fabric.is_global_zero:
                     callback.on_step(self.step)
-                if log:
-                    values = means.values(step.metrics)
-                    if not math.isfinite(values["loss"]):
-                        raise self._diverged()
+                    self.saver.check()
+                epoch_over = self.step % epoch_length == 0
+                stopped_by, save = self._asked_for(stop, saves, epoch_over)
+                if log or epoch_over or save or stopped_by or self.losses.full:
+                    bad = self.losses.look()
+                    if bad is not None:
+                        self._leave_out(bad, way_back, callback)
+                        stream.begin(self.step)
+                        means.begin()
+                        continue
+                    if log and step is not None:
+                        self.losses.note_level()
+                    way_back = self._way_back()
+                if log and means.steps:
+                    values = means.values({} if step is None else step.metrics)
                     self._check_unreadable()
                     if self.fabric.is_global_zero:
                         callback.on_values(self.step, self.step / epoch_length, values)
-                epoch_over = self.step % epoch_length == 0
                 if epoch_over:  # before the checkpoint: what is told of an epoch is never skipped
                     with means.paused():
                         callback.on_epoch(self.step // epoch_length, self.step)
-                if saves.due(epoch_over) or self.step == self.total_steps:
+                if save:
                     with means.paused():
-                        saves.time(self.save)
-                if self.fabric.world_size == 1 or self.step % STEPS_BETWEEN_STOP_CHECKS == 0:
-                    signal_number = stop.agreed(self.fabric.device)
-                    if signal_number and self.step < self.total_steps:
-                        self.save()
-                        raise Interrupted(
-                            signal_number,
-                            f"after step {self.step} of {self.total_steps}",
-                            self.resume_command,
-                        )
+                        saves.time(self.begin_saving)
+                if stopped_by and not self.finished:
+                    self.save()
+                    where = f"after step {self.step} of {self.total_steps}"
+                    raise Interrupted(stopped_by, where, self.resume_command)
+            self.saver.finish()
+
+    def _asked_for(
+        self, stop: StopRequest, saves: "_SaveClock", epoch_over: bool
+    ) -> tuple[int, bool]:
+        """The signal that asks all to stop, or 0; and whether all are to save.
+
+        Several processes agree on it now and then: each has heard its own signals, and the first
+        one's clock counts.
+        """
+        due = self.fabric.is_global_zero and saves.due(epoch_over, self.saver.busy)
+        asked = [stop.signal_number, int(due)]
+        if self.fabric.world_size > 1:
+            now = epoch_over or self.step % STEPS_BETWEEN_TALKS == 0
+            asked = largest_of_all(asked, self.fabric.device) if now else [0, 0]
+        return asked[0], bool(asked[1]) or self.finished
+
+    def _advance_or_leave_out(self, stream: Iterator[Batch], log: bool) -> StepOutput | None:
+        if self.step not in self.left_out:
+            return self.advance(stream, with_metrics=log)
+        self._next(stream)
+        self.step += 1
+        return None
+
+    def _save_until_they_are_back(self, error: TooManyUnreadable) -> None:
+        """Images that are on a disk which went away, say. Of several processes, others are in the
+        middle of a step."""
+        if self.fabric.world_size == 1 and self.losses.look() is None:
+            self.save()
+            error.add(
+                f"The run is saved after step {self.step}; when they are back, go on with: "
+                f"{self.resume_command}"
+            )
+
+    @contextmanager
+    def _short_memory_told(self) -> Iterator[None]:
+        """What a person can do about it is said."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            reason = str(error).partition(". ")[0]
+            short = UserError(
+                f"the device ran out of memory after step {self.step} ({reason}): "
+                f"{self.plan.to_save_memory}; {self._last_good()}."
+            )
+            short.alone = self.fabric.world_size > 1  # others may have had enough
+            raise short from error
+
+    def _loss_and_weights(self, step: StepOutput) -> Tensor:
+        """The loss; or, where bad steps are left out, no number if the weights are none after this
+        step: a gradient may be none where the loss still was."""
+        if not self.plan.skip_bad_steps:
+            return step.loss
+        norms = torch._foreach_norm(list(self.task.parameters()))
+        return step.loss + 0.0 * torch.stack(norms).sum()
+
+    def _way_back(self) -> WayBack | None:
+        """A copy of what is good, if it may be needed."""
+        if not self.plan.skip_bad_steps:
+            return None
+        return WayBack(self.step, self.losses.level, self.task, self.optimizer.optimizer)
+
+    def _leave_out(self, bad: BadStep, way_back: WayBack | None, callback: Callback) -> None:
+        """Go back to before a bad step, which will be left out; without a way back it is the end.
+
+        Steps are functions of what they start from, so the others will be the same again.
+        """
+        if way_back is None:
+            raise self._diverged(str(bad))
+        self.left_out.add(bad.step - 1)
+        if too_many(len(self.left_out), self.step):
+            raise self._diverged(f"{bad}, and {len(self.left_out)} steps were left out already")
+        way_back.go()
+        self.step, self.losses.level = way_back.step, way_back.level
+        note = f"{bad}: that step is left out"
+        self.run.log(note)
+        if self.fabric.is_global_zero:
+            callback.on_note(note)
 
     def inputs(self, batch: Batch, step: int) -> Sequence[Tensor]:
         """What the task makes of this process's share of a step's batch."""
@@ -268,21 +387,46 @@ class Training:
         self.run.add_unreadable(found[self.unreadable_named :])
         self.unreadable_named = len(found)
 
-    def _diverged(self) -> "DivergedError":
-        last = self.run.checkpoints.latest()
-        where = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+    def _diverged(self, what: str) -> "DivergedError":
         return DivergedError(
-            f"the loss is no longer a number at step {self.step}; {where}. Lower the learning "
-            "rate, raise a temperature, or use precision=fp32, and start again."
+            f"{what}; {self._last_good()}. Lower the learning rate, raise a temperature, or use "
+            "precision=fp32, and start again; or leave such steps out, with --skip-bad-steps."
         )
 
+    def _last_good(self) -> str:
+        last = self.run.checkpoints.latest()
+        return f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
 
-def _reached(state: Mapping[str, Any], total_steps: int) -> tuple[int, float]:
-    """Step and seconds of a checkpoint, if they can be."""
-    step, seconds = state["step"], float(state["seconds"])
+
+class _Stream(Iterator[Batch]):
+    """Batches from a step on, or from another one."""
+
+    def __init__(self, batches: Batches, step: int) -> None:
+        self._batches = batches
+        self._now = batches.from_step(step)
+
+    def begin(self, step: int) -> None:
+        self._now.close()
+        self._now = self._batches.from_step(step)
+
+    def __next__(self) -> Batch:
+        return next(self._now)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._now.close()
+
+
+def _reached(state: Mapping[str, Any], total_steps: int) -> tuple[int, float, float | None]:
+    """Step, seconds and level of the loss of a checkpoint, if they can be."""
+    step, seconds, level = state["step"], float(state["seconds"]), state.get("loss_level")
     if type(step) is not int or not 0 <= step <= total_steps or not 0 <= seconds < math.inf:
         raise ValueError("no moment of this run")
-    return step, seconds
+    if level is not None and not 0 <= (level := float(level)) < math.inf:
+        raise ValueError("no level of losses")
+    return step, seconds, level
 
 
 class DivergedError(UserError):
@@ -294,9 +438,9 @@ class _RunningMeans:
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        self._begin()
+        self.begin()
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
         self.sums: dict[str, Tensor] = {}
         self.steps = 0
         self.started = time.perf_counter()
@@ -332,7 +476,7 @@ class _RunningMeans:
         fill = training.task.fill_levels()
         values |= {f"fill/{name}": share for name, share in fill.items()}
         values |= {name: float(value) for name, value in metrics.items()}
-        self._begin()
+        self.begin()
         return values
 
 
@@ -345,9 +489,10 @@ class _SaveClock:
         self.cost = 0.0
         self.last = time.perf_counter()
 
-    def due(self, epoch_over: bool) -> bool:
+    def due(self, epoch_over: bool, busy: bool = False) -> bool:
         since = time.perf_counter() - self.last
-        return since >= self.interval or (epoch_over and self.cost <= CHECKPOINT_SHARE * since)
+        cheap = self.cost <= CHECKPOINT_SHARE * since and not busy
+        return since >= self.interval or (epoch_over and cheap)
 
     def time(self, save: Callable[[], Any]) -> None:
         started = time.perf_counter()

@@ -44,7 +44,10 @@ class RunFolder:
             path.parent.mkdir(parents=True, exist_ok=True)
             fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
             try:
-                (fresh / "config.yaml").write_text(config, encoding="utf-8")
+                with (fresh / "config.yaml").open("w", encoding="utf-8") as file:
+                    file.write(config)
+                    file.flush()
+                    os.fsync(file.fileno())  # without it no checkpoint is of use
                 umask = os.umask(0)
                 os.umask(umask)
                 fresh.chmod(0o777 & ~umask)  # mkdtemp's folders are for their owner only
@@ -172,6 +175,15 @@ class RunFolder:
         write_whole(file, "".join(kept).encode(errors="replace"))
         return metrics.damaged
 
+    def known_unreadable(self, limit: int) -> list[tuple[str, str]]:
+        """Those to begin with. A run that met more than so many ended because of them: they may be
+        back, so it forgets them, and finds them again if not."""
+        known = self.unreadable()
+        if len(known) <= limit:
+            return known
+        (self.path / "unreadable.txt").unlink(missing_ok=True)
+        return []
+
     def unreadable(self) -> list[tuple[str, str]]:
         """Training images that could not be read so far, each with the reason."""
         lines = [line for line in self._lines("unreadable.txt") if not line.startswith(TEST_SPLIT)]
@@ -236,7 +248,7 @@ def _short(value: object) -> str:
 
 def _step(entry: Mapping[str, Any]) -> int:
     """After which step training values, or a record, were measured."""
-    return int(entry.get("step", entry.get("protocol", {}).get("step", 0)))
+    return int((entry["protocol"] if "measure" in entry else entry).get("step", 0))
 
 
 def _pair(line: str) -> tuple[str, str]:
