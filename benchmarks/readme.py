@@ -25,6 +25,7 @@ from torch import Tensor
 
 from cluster_tables import scaling_tables, shards_table
 from detection_tables import detection_tables
+from fault_tables import faults_table
 from plain_tables import QUESTIONS, answer, other_tables
 from tables import (
     changed_recipes_table,
@@ -149,6 +150,7 @@ PARTS: dict[str, Callable[[Place], str]] = {
     "shards": shards_table,
     **{name: partial(answer, question=question) for name, question in QUESTIONS.items()},
     "others": other_tables,
+    "faults": faults_table,
     "gpu-tests": gpu_tests,
 }
 GENERATED = re.compile(

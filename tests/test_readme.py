@@ -456,6 +456,11 @@ def tables(benchmarks: None) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
+def faults(benchmarks: None) -> ModuleType:
+    return importlib.import_module("fault_tables")
+
+
+@pytest.fixture(scope="module")
 def plain(benchmarks: None) -> ModuleType:
     return importlib.import_module("plain_tables")
 
@@ -908,6 +913,33 @@ def test_what_the_benchmark_measures_can_be_shown(
 
 
 # Any records
+
+
+def test_what_became_of_faults_is_told(faults: ModuleType, place: Any) -> None:
+    assert faults.faults_table(place) == ""
+    facts = {"steps": 400, "faults": 60, "kinds": {"SIGKILL": 60}, "steps_taken_again": 7}
+    names = ("differing_tensors", "checkpoints_lost", "steps_repeated", "problems")
+    chaos = [
+        Record(f"chaos_{name}", value, "", "xmoco", "chaos", facts, 0)
+        for value, name in enumerate(names)
+    ]
+    append_records(place.results / "chaos.jsonl", chaos)
+    facts = {"cases": 10_000, "kinds": {"images": 10_000}, "refused": 9000}
+    facts |= {"slowest_seconds": 3.2, "most_memory_gib": 0.25}
+    fuzz = Record("fuzz_failures", 4, "cases", "xmoco", "fuzz", facts, 0)
+    append_records(place.results / "fuzz.jsonl", [fuzz])
+    grown = [
+        Record("endurance_growth", value, "%", "xmoco", f"endurance-{what}", facts, 0)
+        for what, value in (("memory", 1.25), ("files", 0.0))
+        for facts in ({"steps": 10_000, "what": what},)
+    ]
+    append_records(place.results / "endurance.jsonl", grown)
+    _, _, chaos_row, fuzz_row, endurance_row = faults.faults_table(place).splitlines()
+    assert "400 steps with 60 faults of 1 kinds" in chaos_row
+    told = "0 tensors of the end differ; 1 checkpoints lost; 2 steps repeated that a checkpoint "
+    assert f"{told}held (7 that none held); 3 other problems" in chaos_row
+    assert "| 10,000 damaged or hostile inputs of 1 kinds | 4 tracebacks" in fuzz_row
+    assert "memory +1.2 %, files +0.0 %" in endurance_row
 
 
 def test_the_last_pass_of_the_gpu_tests_is_told(tables: ModuleType, place: Any) -> None:
