@@ -648,6 +648,11 @@ class LARSConfig(OptimizerConfig):
         description="A layer moves by that share at any rate, but no further than by SGD with the "
         "rate (LARC).",
     )
+    decay_norms_and_biases: bool = Field(
+        True,
+        description="Whether weight decay is for norms and biases too, and a rate that suits them; "
+        "else they move as by SGD.",
+    )
 
 
 class AdamWConfig(OptimizerConfig):

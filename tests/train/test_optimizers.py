@@ -134,9 +134,13 @@ def test_lars_is_its_algorithm(
         np.testing.assert_allclose(weight.detach(), end, rtol=rounding, atol=rounding)
 
 
-def test_lars_adapts_layers_and_leaves_norms_and_biases_alone() -> None:
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_lars_adapts_to_norms_and_biases_where_these_decay(everywhere: bool) -> None:
+    """As SwAV's program does to all; the others' leave them alone."""
     weights = parameters()
-    settings = LARSConfig(weight_decay=0.1, trust=0.02, sgd_momentum=0.8)
+    settings = LARSConfig(
+        weight_decay=0.1, trust=0.02, sgd_momentum=0.8, decay_norms_and_biases=everywhere
+    )
     optimizer = build_optimizer(settings, [ParamGroup(weights)], CPU)
     starts = [weight.detach().numpy().copy() for weight in weights]
     steps = [[g.numpy() for g in gradients(step)] for step in range(4)]
@@ -144,13 +148,13 @@ def test_lars_adapts_layers_and_leaves_norms_and_biases_alone() -> None:
         for group in optimizer.param_groups:
             group["lr"] = 0.3
         take(optimizer, weights, step)
-    for members, adapt in ((slice(0, 3), True), (slice(3, 6), False)):
+    for members, adapt in ((slice(0, 3), True), (slice(3, 6), everywhere)):
         expected = lars_by_hand(
             starts[members],
             [step[members] for step in steps],
             [0.3] * 4,
             momentum=0.8,
-            decay=0.1,
+            decay=0.1 if adapt else 0.0,
             trust=0.02,
             adapt=adapt,
         )
@@ -235,7 +239,7 @@ def test_norms_and_biases_decay_only_where_asked(settings: OptimConfig, all_deca
         weight.grad = torch.zeros_like(weight)
     optimizer.step()
     layers = 1 - 0.5 * (0.02 if settings.name == "lars" else 0.1)
-    others = 1 - 0.5 * 0.1 if all_decay else 1
+    others = layers if all_decay else 1
     for weight, start in zip(weights, before, strict=True):
         assert_close(weight.detach(), start * (layers if weight.ndim > 1 else others))
 

@@ -70,17 +70,17 @@ def remembers_rightly(optimizer: Optimizer) -> bool:
 def _with_decay(groups: Sequence[ParamGroup], settings: OptimConfig) -> list[dict[str, Any]]:
     """The groups, cut in two where norms and biases (tensors of one dimension) do not decay.
 
-    LARS leaves those alone in any case, and wants them apart.
+    To those LARS does not adapt its steps either, as in SimCLR's, BYOL's and Barlow Twins' programs;
+    SwAV's does both to all.
     """
-    apart = not settings.decay_norms_and_biases or isinstance(settings, LARSConfig)
+    apart = not settings.decay_norms_and_biases
     parts: list[dict[str, Any]] = []
     for parameters, factor, scheduled in groups:
         matrices = [p for p in parameters if p.ndim > 1 or not apart]
         vectors = [p for p in parameters if p.ndim <= 1 and apart]
-        vector_decay = settings.weight_decay if settings.decay_norms_and_biases else 0.0
         for members, decay, adapt in (
             (matrices, settings.weight_decay, True),
-            (vectors, vector_decay, False),
+            (vectors, 0.0, False),
         ):
             if members:
                 part = {"params": members, "weight_decay": decay, "rate_factor": factor}
