@@ -59,6 +59,7 @@ METHODS = {
     "simclr, ideas": f"method=simclr {IDEAS}",
     "instdisc, ideas": f"method=instdisc {IDEAS}",
     "mocov2plus, ideas": f"method=mocov2plus {BANKS} {IDEAS}",
+    "moco, ideas": f"method=moco {BANKS} symmetric=true {IDEAS}",
     "co2, ideas": f"method=co2 {BANKS} symmetric=true {IDEAS}",
     "sce, consistency": f"method=sce {BANKS} symmetric=true consistency_weight=0.5",
     "msf": f"method=msf {BANKS} predictor_hidden=32",

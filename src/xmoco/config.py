@@ -358,7 +358,7 @@ class MoCoV2PlusConfig(TwoBanksConfig):
     )
 
 
-class MoCoOneWayConfig(DirectedConfig, MoCoConfig):
+class MoCoOneWayConfig(BankIdeasConfig, DirectedConfig, MoCoConfig):
     name: Literal["moco"] = Field(
         "moco", description="A query picks its key out of past ones: MoCo, versions 1 and 2."
     )

@@ -30,6 +30,7 @@ BOTH = {"label_weight": 1.0, "consistency_weight": 1.0}
 TERMS = {
     "mocov2plus": {"labels", "consistency"},
     "simclr": {"labels", "consistency"},
+    "moco": {"labels", "consistency"},
     "co2": {"labels", "consistency", "agreement"},
     "sce": {"labels", "consistency"},
     "jcl": {"labels", "consistency", "spread"},

@@ -67,6 +67,7 @@ _BOTH = {"label_weight": 0.8, "consistency_weight": 0.5}
 IDEAS: dict[str, IdeasConfig | SCEConfig] = {
     "mocov2plus": MoCoV2PlusConfig(bank_length=24, key_momentum=0.9, **_BOTH),
     "simclr": SimCLRConfig(**_BOTH),
+    "moco": MoCoOneWayConfig(bank_length=24, key_momentum=0.9, symmetric=True, **_BOTH),
     "co2": CO2Config(bank_length=24, key_momentum=0.9, symmetric=True, **_BOTH),
     "sce": SCEConfig(bank_length=24, key_momentum=0.9, symmetric=True, consistency_weight=0.5),
     "jcl": JCLConfig(bank_length=24, key_momentum=0.9, key_views=2, symmetric=True, **_BOTH),

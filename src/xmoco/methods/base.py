@@ -39,6 +39,20 @@ def named(term: str, values: Sequence[Tensor]) -> dict[str, Tensor]:
     return {f"{term}_{side}": value for side, value in zip(SIDES, values, strict=True)}
 
 
+def query_and_key_views(
+    config: Config, queries: tuple[str, ...], keys: tuple[str, ...]
+) -> tuple[ViewGroup, ...]:
+    """Views for queries and others for keys, which are weak ones if the method is to have such."""
+    assert isinstance(config.method, BankConfig | NeighbourConfig)
+    if not config.method.weak_keys:
+        return (ViewGroup(queries + keys, config.views, config.input),)
+    weak = tuple(f"weak {name}" for name in keys)
+    return (
+        ViewGroup(queries, config.views, config.input),
+        ViewGroup(weak, config.weak_views, config.input),
+    )
+
+
 class Method(Task):
     """A way to learn from views of images. ``encoder.backbone`` is what is kept."""
 
@@ -247,18 +261,6 @@ class NeighbourMethod(MomentumMethod):
         self.run.prepare(self.predictor)
         self.bank = KeyBank(self.settings.bank_length, size)
 
-    @staticmethod
-    def two_views(config: Config, first: str, second: str) -> tuple[ViewGroup, ...]:
-        """Of which the second may be a weak one."""
-        settings = config.method
-        assert isinstance(settings, NeighbourConfig)
-        if not settings.weak_keys:
-            return (ViewGroup((first, second), config.views, config.input),)
-        return (
-            ViewGroup((first,), config.views, config.input),
-            ViewGroup((f"weak {second}",), config.weak_views, config.input),
-        )
-
     def networks(self) -> list[nn.Module]:
         return [*super().networks(), self.predictor]
 
@@ -306,12 +308,7 @@ class DirectedMethod(BankMethod):
         assert isinstance(settings, DirectedConfig)
         if settings.symmetric:
             return BankMethod.view_groups(config)
-        if not settings.weak_keys:
-            return (ViewGroup(("query view", "key view"), config.views, config.input),)
-        return (
-            ViewGroup(("query view",), config.views, config.input),
-            ViewGroup(("weak key view",), config.weak_views, config.input),
-        )
+        return query_and_key_views(config, ("query view",), ("key view",))
 
     def ways(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Way]:
         """Source queries meet target keys and, in both directions, the other way round."""

@@ -5,39 +5,28 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from xmoco.config import CO2Config, Config
+from xmoco.config import CO2Config
 from xmoco.losses.co2 import disagreement
-from xmoco.losses.cross_similarity import CrossSimilarity
-from xmoco.methods.base import DirectedMethod, named
-from xmoco.methods.ideas import build_ideas, compared, ideas_schedules
+from xmoco.methods.base import named
+from xmoco.methods.ideas import compared
+from xmoco.methods.moco import MoCo
 from xmoco.schedules import Schedule, scaled, warmed_up
 from xmoco.task import StepOutput, Values
 
 
-class CO2(DirectedMethod):
+class CO2(MoCo):
     title = "CO2"
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        assert isinstance(config.method, CO2Config)
-        self.settings = config.method
-        self.ideas = build_ideas(
-            config.method, config.model.feature_size, config.method.bank_length
-        )
+    settings: CO2Config
 
     def schedules(self) -> Mapping[str, Schedule]:
         weight, epochs = self.settings.agreement_weight, self.settings.agreement_warmup_epochs
-        return {
-            **super().schedules(),
-            **ideas_schedules(self.settings),
-            "agreement_weight": warmed_up(weight, epochs),
-        }
+        return {**super().schedules(), "agreement_weight": warmed_up(weight, epochs)}
 
     def forward(
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
     ) -> StepOutput:
         queries, keys = self.contrasted(views)
-        contrasts = self.contrasts(queries, keys, self.settings.temperature)
+        contrasts = self.contrasts(queries, keys, self.temperature)
         loss, terms = compared(self.ideas, contrasts, at)
         negatives = [disagreement(P, self.settings.agreement_temperature) for P in contrasts]
         loss = loss + scaled(torch.stack(negatives).sum(), at["agreement_weight"])
@@ -48,6 +37,3 @@ class CO2(DirectedMethod):
             terms | named("agreement", negatives),
             self.metrics(contrasts) if with_metrics else {},
         )
-
-    def compared_by(self) -> CrossSimilarity | None:
-        return self.ideas

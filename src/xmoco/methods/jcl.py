@@ -10,7 +10,7 @@ from xmoco.data.views import ViewGroup
 from xmoco.losses.bank import KeyBank
 from xmoco.losses.cross_similarity import CrossSimilarity
 from xmoco.losses.jcl import gaussian_contrast
-from xmoco.methods.base import BankMethod, named
+from xmoco.methods.base import BankMethod, named, query_and_key_views
 from xmoco.methods.ideas import build_ideas, compared, ideas_schedules
 from xmoco.schedules import LinearToTheEnd, Schedule
 from xmoco.task import StepOutput, Values
@@ -37,12 +37,7 @@ class JCL(BankMethod):
         assert isinstance(settings, JCLConfig)
         queries = ("source view", "target view") if settings.symmetric else ("query view",)
         keys = tuple(f"key view {number}" for number in range(1, settings.key_views + 1))
-        if not settings.weak_keys:
-            return (ViewGroup(queries + keys, config.views, config.input),)
-        return (
-            ViewGroup(queries, config.views, config.input),
-            ViewGroup(tuple(f"weak {name}" for name in keys), config.weak_views, config.input),
-        )
+        return query_and_key_views(config, queries, keys)
 
     def schedules(self) -> Mapping[str, Schedule]:
         return {

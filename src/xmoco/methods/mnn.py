@@ -10,7 +10,7 @@ from xmoco.data.views import ViewGroup
 from xmoco.losses.byol import prediction_loss
 from xmoco.losses.metrics import feature_metrics
 from xmoco.losses.neighbours import mixed_neighbours, nearest
-from xmoco.methods.base import NeighbourMethod
+from xmoco.methods.base import NeighbourMethod, query_and_key_views
 from xmoco.schedules import Drawn, Schedule
 from xmoco.task import StepOutput, Values
 
@@ -24,7 +24,7 @@ class MNN(NeighbourMethod):
 
     @staticmethod
     def view_groups(config: Config) -> tuple[ViewGroup, ...]:
-        return NeighbourMethod.two_views(config, "view 1", "view 2")
+        return query_and_key_views(config, ("view 1",), ("view 2",))
 
     def schedules(self) -> Mapping[str, Schedule]:
         return {**super().schedules(), "share": Drawn("share of neighbours", self.seed)}

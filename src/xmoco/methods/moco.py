@@ -1,25 +1,39 @@
 """MoCo: a query picks its key out of a bank of past ones, in one direction (versions 1 and 2)."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from xmoco.methods.base import DirectedMethod, named
+from xmoco.config import BankIdeasConfig, Config
+from xmoco.losses.cross_similarity import CrossSimilarity
+from xmoco.methods.base import DirectedMethod
+from xmoco.methods.ideas import build_ideas, compared, ideas_schedules
+from xmoco.schedules import Schedule
 from xmoco.task import StepOutput, Values
 
 
 class MoCo(DirectedMethod):
     title = "MoCo"
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        assert isinstance(config.method, BankIdeasConfig)
+        self.settings = config.method
+        self.ideas = build_ideas(config.method, config.model.feature_size, self.banks.length)
+
+    def schedules(self) -> Mapping[str, Schedule]:
+        return {**super().schedules(), **ideas_schedules(self.settings)}
+
     def forward(
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
     ) -> StepOutput:
         queries, keys = self.contrasted(views)
         contrasts = self.contrasts(queries, keys, self.temperature)
-        losses = [P.infonce() for P in contrasts]
+        loss, terms = compared(self.ideas, contrasts, at)
         if self.training:
             self.banks.enqueue(*keys)
-        terms = named("contrast", losses) if len(losses) > 1 else {}
         metrics = self.metrics(contrasts) if with_metrics else {}
-        return StepOutput(torch.stack(losses).sum(), terms, metrics)
+        return StepOutput(loss, terms if len(terms) > 1 else {}, metrics)
+
+    def compared_by(self) -> CrossSimilarity | None:
+        return self.ideas

@@ -9,7 +9,7 @@ from xmoco.config import Config
 from xmoco.data.views import ViewGroup
 from xmoco.losses.metrics import feature_metrics
 from xmoco.losses.neighbours import mean_shift, nearest
-from xmoco.methods.base import NeighbourMethod
+from xmoco.methods.base import NeighbourMethod, query_and_key_views
 from xmoco.task import StepOutput, Values
 
 
@@ -18,7 +18,7 @@ class MSF(NeighbourMethod):
 
     @staticmethod
     def view_groups(config: Config) -> tuple[ViewGroup, ...]:
-        return NeighbourMethod.two_views(config, "query view", "key view")
+        return query_and_key_views(config, ("query view",), ("key view",))
 
     def forward(
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False

@@ -70,8 +70,8 @@ def remembers_rightly(optimizer: Optimizer) -> bool:
 def _with_decay(groups: Sequence[ParamGroup], settings: OptimConfig) -> list[dict[str, Any]]:
     """The groups, cut in two where norms and biases (tensors of one dimension) do not decay.
 
-    To those LARS does not adapt its steps either, as in SimCLR's, BYOL's and Barlow Twins' programs;
-    SwAV's does both to all.
+    To those LARS does not adapt its steps either, as in SimCLR's, BYOL's and Barlow Twins'
+    programs; SwAV's does both to all.
     """
     apart = not settings.decay_norms_and_biases
     parts: list[dict[str, Any]] = []
