@@ -5,6 +5,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.installed
+# Packages are installed uncompiled. Python is to keep what it compiles of them, whatever the shell
+# says: otherwise every process that the tests start does it again, for seconds.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-gpu lock format
 demo: $(READY)

@@ -221,6 +221,13 @@ def make_images(folder: Path, each: int = 32, classes: int = 4, side: int = 16) 
     return folder
 
 
+def two_splits(folder: Path, each: int = 12) -> Path:
+    """Such images to learn from and others to judge by."""
+    for split in ("train", "val"):
+        make_images(folder / split, each=each)
+    return folder
+
+
 def write_recipe(path: Path, source: Path | str, **sections: dict[str, Any]) -> Path:
     """The quick recipe on the images in ``source``, with changes by section."""
     recipe = {"data": {"source": str(source)}} | FAST

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers import no_pictures, write_recipe
+from helpers import no_pictures, two_splits, write_recipe
 
 
 @pytest.mark.usefixtures("benchmarks")
@@ -16,8 +16,8 @@ def test_methods_are_trained_one_by_one_and_only_once(
 ) -> None:
     program = importlib.import_module("methods")
     monkeypatch.chdir(tmp_path)
-    write_recipe(tmp_path / "fast.yaml", "patterns", train={"epochs": 1, "batch": 256})
-    small = {"byol": "predictor_hidden=16", "swav": "prototypes=8 queue_length=256"}
+    write_recipe(tmp_path / "fast.yaml", two_splits(tmp_path / "gratings"), train={"epochs": 1})
+    small = {"byol": "predictor_hidden=16", "swav": "prototypes=8 queue_length=16"}
     monkeypatch.setattr(program, "SETTINGS", program.SETTINGS | small)
 
     def train(*methods: str) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from helpers import no_pictures, write_recipe
+from helpers import no_pictures, two_splits, write_recipe
 
 
 @pytest.mark.usefixtures("benchmarks")
@@ -17,7 +17,7 @@ def test_changed_settings_are_named_and_kept_apart(
 ) -> None:
     program = importlib.import_module("recipe")
     monkeypatch.chdir(tmp_path)
-    write_recipe(tmp_path / "fast.yaml", "patterns")
+    write_recipe(tmp_path / "fast.yaml", two_splits(tmp_path / "gratings"))
 
     def train(*settings: str) -> None:
         monkeypatch.setattr(sys, "argv", ["recipe.py", "fast.yaml", "--results", ".", *settings])

@@ -16,8 +16,8 @@ from helpers import (
     Outcome,
     assert_done,
     assert_refused,
-    make_images,
     run_cli,
+    two_splits,
     write_recipe,
 )
 from xmoco.errors import TRY_AGAIN
@@ -46,10 +46,7 @@ TABLE: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("data") / "gratings"
-    for split in ("train", "val"):
-        make_images(folder / split, each=12)
-    return folder
+    return two_splits(tmp_path_factory.mktemp("data") / "gratings")
 
 
 @pytest.fixture(autouse=True)
