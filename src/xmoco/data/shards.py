@@ -235,9 +235,9 @@ def scanned(store: Store, kind: str) -> Iterator[Scanned]:
             yield from _each(store, lambda n: scanners.scan(store.shards[n].name), scanners.count)
         return
     scan = scan_tar if kind == "tar" else scan_parquet
-    yield from _each(
-        store, lambda n: scan(read_ahead(store, n), store.shards[n].size), SCANNED_AT_ONCE
-    )
+    # What a thread holds is some ten megabytes: on a disk, more threads than cores only cost these.
+    at_once = SCANNED_AT_ONCE if isinstance(store, Distant) else os.cpu_count() or 1
+    yield from _each(store, lambda n: scan(read_ahead(store, n), store.shards[n].size), at_once)
 
 
 def _each(store: Store, scan: Callable[[int], Scanned], at_once: int) -> Iterator[Scanned]:
