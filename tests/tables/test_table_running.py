@@ -145,7 +145,7 @@ def test_tables_share_the_runs_they_have_in_common() -> None:
     rows = [{"name": "default", "settings": "bank_length=64"}, {"name": "2", "settings": "batch=8"}]
     write_table("other.yaml", rows=rows, axis=None)
     outcome = run("--dry-run", name="other.yaml")
-    assert "2 runs, 1 to be trained" in outcome.stdout
+    assert "2 runs, 1 to be trained\nmissing: 2, seed 0\n" in outcome.stdout
     assert cells("other")["default"][0] == cells()["0.9"][0]
     assert cells("other")["2"][0] == "–"
     assert "2 runs, 2 to be" in run("--dry-run", "--epochs", "2").stdout

@@ -93,6 +93,8 @@ def run_table(
     missing = _missing(job, planned, device)
     runs = "1 run" if len(planned) == 1 else f"{len(planned)} runs"
     say(console, f"{job.table.title}: {runs}, {len(missing)} to be trained")
+    if missing and dry_run:
+        say(console, f"missing: {'; '.join(one.label for one in missing)}")
     course = Course()
     if missing and not dry_run:
         course = run_missing(job, console) if devices == 1 else _on_devices(job, devices, device)
