@@ -72,6 +72,7 @@ class Outcome:
             told["problem"] = f"took {told['growth'] / 2**30:.1f} GiB"
         if told["problem"]:
             self.failures[str(case)] = told["problem"]
+            print(f"\n{case}\n{told['problem']}\n", flush=True)
         self.refused[case.kind] += told["refused"]
 
 
@@ -316,8 +317,6 @@ def show(outcome: Outcome) -> None:
     Console().print(table)
     print(f"slowest: {outcome.slowest[0]:.1f} s, {outcome.slowest[1]}")
     print(f"most memory: {outcome.growth[0] / 2**30:.2f} GiB, {outcome.growth[1]}")
-    for case, problem in sorted(outcome.failures.items()):
-        print(f"\n{case}\n{problem}")
 
 
 if __name__ == "__main__":

@@ -677,7 +677,8 @@ EXTREMES = (
 )
 APART = {
     *("source", "root", "device", "devices", "nodes"),  # of which other cases are
-    *("epochs", "local_crops", "readers", "size", "local_size", "eval_size"),  # take long
+    # What is asked for takes so long, or so much memory.
+    *("epochs", "local_crops", "readers", "size", "local_size", "eval_size", "feature_size"),
 }
 
 

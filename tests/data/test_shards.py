@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from shard_files import picture, samples, tar_of, write_parquet, write_tars
 
@@ -362,8 +362,17 @@ def test_parquet_that_holds_no_images_is_told_of(tmp_path: Path) -> None:
     assert "c.parquet is no whole Parquet file of images" in refused(tmp_path / "c.parquet")
 
 
+HEADER = b"\x15\x00\x15\x02\x15\x02"  # a page of data, 1 byte, 1 byte compressed
+MANY = b"\xff\xff\x3f"  # 2^20 - 1
+
+
 @settings(max_examples=100)
 @given(content=st.binary(max_size=60))
+@example(content=HEADER + b"\x21\x00")  # true, where values of the page should be told
+@example(content=HEADER + b"\x29" + b"\x19" * 10_000)  # lists in lists
+@example(content=HEADER + b"\x29\xf9" + MANY + (b"\xf1" + MANY) * 1000)  # 10^9 truths in lists
+@example(content=b"\x19\x13\x00" + HEADER[2:] + b"\x00")  # a list of kinds
+@example(content=HEADER + b"\x2c\x15\x02\x18\x01a\x00\x00")  # an encoding that is text
 def test_headers_of_pages_may_hold_anything(content: bytes) -> None:
     """Nothing is raised but what is expected, and nothing is believed that cannot be."""
     try:
@@ -371,6 +380,7 @@ def test_headers_of_pages_may_hold_anything(content: bytes) -> None:
     except (IndexError, UnknownParquet):
         return
     assert header.compressed >= 0
+    assert header.encoding >= 0
     assert end <= len(content)
 
 

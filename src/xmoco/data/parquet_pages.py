@@ -305,28 +305,31 @@ def parse_page_header(content: bytes) -> tuple[PageHeader, int]:
     """A header, and where it ends; an ``IndexError`` if that is not in ``content``."""
     stream = io.BytesIO(content)
     fields = _struct(stream, depth=0)
-    kind = fields.get(1, -1)
+    kind = _count(fields, 1)
     inner = fields.get({DATA_PAGE: 5, DICTIONARY_PAGE: 7, DATA_PAGE_2: 8}.get(kind, 0), {})
-    numbers = [fields.get(2), fields.get(3), inner.get(1, 0)]
-    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+    if not isinstance(inner, dict):
         raise UnknownParquet("a page header is damaged")
     version_2 = kind == DATA_PAGE_2
-    levels = inner.get(5, 0) + inner.get(6, 0) if version_2 else 0
     header = PageHeader(
         kind,
-        fields[2],
-        fields[3],
-        inner.get(1, 0),
-        inner.get(4 if version_2 else 2, 0),
-        levels,
+        _count(fields, 2),
+        _count(fields, 3),
+        _count(inner, 1, 0),
+        _count(inner, 4 if version_2 else 2, 0),
+        _count(inner, 5, 0) + _count(inner, 6, 0) if version_2 else 0,
         bool(inner.get(7, True)) if version_2 else True,
     )
     return header, stream.tell()
 
 
-def _struct(stream: io.BytesIO, depth: int) -> dict[int, Any]:
-    if depth > 8:
+def _count(fields: dict[int, Any], field: int, usual: int | None = None) -> int:
+    count = fields.get(field, usual)
+    if type(count) is not int or count < 0:
         raise UnknownParquet("a page header is damaged")
+    return count
+
+
+def _struct(stream: io.BytesIO, depth: int) -> dict[int, Any]:
     fields: dict[int, Any] = {}
     number = 0
     while (head := _byte(stream)) != 0:
@@ -336,6 +339,8 @@ def _struct(stream: io.BytesIO, depth: int) -> dict[int, Any]:
 
 
 def _value(stream: io.BytesIO, kind: int, depth: int) -> Any:
+    if depth > 8:
+        raise UnknownParquet("a page header is damaged")
     if kind in (1, 2):  # true and false are their own values
         return kind == 1
     if kind == 3:
@@ -351,9 +356,8 @@ def _value(stream: io.BytesIO, kind: int, depth: int) -> Any:
     if kind in (9, 10):
         head = _byte(stream)
         count = head >> 4 if head >> 4 < 15 else _varint(stream)
-        if count > LONGEST_HEADER:
-            raise UnknownParquet("a page header is damaged")
-        return [_value(stream, head & 15, depth + 1) for _ in range(count)]
+        kind = 3 if head & 15 in (1, 2) else head & 15  # in lists, true and false are bytes
+        return [_value(stream, kind, depth + 1) for _ in range(count)]
     if kind == 12:
         return _struct(stream, depth + 1)
     raise UnknownParquet("a page header is damaged")
