@@ -12,6 +12,7 @@ number. What is given is in fuzz_cases.py. A record goes to benchmarks/results.
 
 import argparse
 import json
+import math
 import os
 import random
 import resource
@@ -190,11 +191,13 @@ def _tell(pipe: int, content: dict[str, Any]) -> None:
 # In the process that watches
 
 
-def watch(cases: list[Case], seed: int, templates: Templates, scratch: Path) -> Outcome:
+def watch(
+    cases: list[Case], seed: int, templates: Templates, scratch: Path, most_minutes: float
+) -> Outcome:
     outcome = Outcome()
     left = list(cases)
     started = time.monotonic()
-    while left:
+    while left and time.monotonic() < started + 60 * most_minutes:
         batch = left[:AT_ONCE]
         reader, writer = os.pipe()
         child = os.fork()
@@ -252,6 +255,7 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--cases", type=int, help="of each kind; default: as fuzz_cases.py says")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which it ends")
     parser.add_argument("--one", help="KIND:NUMBER of a single case, to look at")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -273,7 +277,7 @@ def main() -> None:
         ]
         random.Random(options.seed).shuffle(cases)
         started = time.monotonic()
-        outcome = watch(cases, options.seed, templates, scratch)
+        outcome = watch(cases, options.seed, templates, scratch, options.minutes)
         minutes = (time.monotonic() - started) / 60
         os.chdir("/")
     show(outcome)
