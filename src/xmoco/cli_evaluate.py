@@ -640,7 +640,7 @@ def _show_detection(
     )
     for kind, measure, mean, deviation in rows:
         spread = "" if deviation is None else f" ± {deviation:.2f}"
-        table.add_row(kind, measure.upper(), f"{mean:.2f}{spread}")
+        table.add_row(kind, measure, f"{mean:.2f}{spread}")
     print_plain(f"{protocol['name']}, {protocol['schedule']}, on {protocol['data']}")
     Console().print(table)
     images = f"{protocol['judged_images']:,} images of {protocol['judged']}"

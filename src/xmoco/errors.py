@@ -48,5 +48,6 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """`` (did you mean X?)`` when something known is close to ``word``, otherwise nothing."""
     if len(word) > LONGEST_WORD:
         return ""
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]}?)" if close else ""
+    names = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.5)
+    return f" (did you mean {names[close[0]]}?)" if close else ""

@@ -79,6 +79,7 @@ def test_the_command_of_several_seeds(scenes: Path, tmp_path: Path) -> None:
     assert "Mask R-CNN FPN, 4-steps, on folder scenes (train)" in outcome.stdout
     assert "mean ± deviation of 2 seeds" in outcome.stdout
     assert "2 images of folder scenes (val), shorter side 64 px" in outcome.stdout
+    assert "; weights: random, nothing was loaded" in outcome.stdout
     records = read_records(file, Measured[DetectionProtocol])
     assert {record.seed for record in records} == {3, 4}
     assert {"box_ap", "box_ap50", "box_ap75", "mask_ap"} <= {r.measure for r in records}
@@ -119,9 +120,9 @@ def test_the_mean_and_deviation_of_seeds(scenes: Path) -> None:
         protocol = {"metric": "COCO"}
         return xmoco.records.Record("box_ap50", value, "%", "s", "w", protocol, seed)
 
-    assert summary([record(0, 50.0)]) == [("box, COCO", "ap50", 50.0, None)]
+    assert summary([record(0, 50.0)]) == [("box, COCO", "AP50", 50.0, None)]
     assert summary([record(0, 50.0), record(1, 54.0)]) == [
-        ("box, COCO", "ap50", 52.0, pytest.approx(8**0.5))
+        ("box, COCO", "AP50", 52.0, pytest.approx(8**0.5))
     ]
 
 
@@ -171,11 +172,12 @@ def test_killed_at_a_random_moment_it_ends_with_the_same_weights(
 
 MISTAKES = {
     "unknown model": (("--model", "faster-rcnn"), "unknown model 'faster-rcnn' (did you mean"),
+    "in capitals": (("--model", "Mask-RCNN-FPN"), "(did you mean mask-rcnn-fpn?)"),
     "unknown schedule": (("--schedule", "4x"), "unknown schedule '4x'"),
     "no steps": (("--schedule", "0-steps"), "unknown schedule '0-steps'"),
     "one image": (("--batch", "1"), "batch norm needs at least two images"),
     "no image": (("--batch", "0"), "batch=0 is too small"),
-    "size": (("--size", "20"), "size=20 is not a whole number from 32 to 2048"),
+    "size": (("--size", "20"), "size=20 is not a whole number from 32 to 1024"),
     "seeds": (("--seeds", "0"), "give at least one seed"),
     "seed": (("--seed", "-1"), "seed=-1"),
 }

@@ -102,6 +102,7 @@ def test_folders_and_what_cannot_be_read(picture: Path, tmp_path: Path) -> None:
     for number in range(120):
         Image.new("RGB", (8, 8), "blue").save(tmp_path / "in" / f"{number}.png")
     (tmp_path / "in" / "77.png").write_bytes(b"no picture")
+    Image.new("RGB", (8, 8), "red").save(tmp_path / "in" / "5.jpg")
     out = tmp_path / "out"
     outcome = run_cli(
         *("detect", "runs/any", tmp_path / "in", "--out", out, "--threshold", "0.05"),
@@ -111,19 +112,22 @@ def test_folders_and_what_cannot_be_read(picture: Path, tmp_path: Path) -> None:
     assert "77.png cannot be read" in outcome.stderr
     told = json.loads((out / "detections.json").read_text())
     content = {entry["image"]: entry["objects"] for entry in told}
-    assert len(content) == 120
+    assert len(content) == 121
     assert "77.png" not in content
     assert [thing["category"] for thing in content["3.png"]] == ["block", "block"]
     assert (out / "deep" / "red.png").is_file()
+    assert {path.name for path in out.glob("5.*")} == {"5.png.png", "5.jpg.png"}
 
 
 @pytest.mark.usefixtures("sharp_eye")
 def test_mistakes_of_finding(picture: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
+    (tmp_path / "no.jpg").write_bytes(b"no picture")
     for arguments, words in (
         ((picture, "--out", tmp_path / "empty"), "already exists"),
         ((picture, "--threshold", "1.5"), "threshold=1.5 is not from 0 to 1"),
         ((tmp_path / "empty", "--out", tmp_path / "out"), "there are no images in"),
+        ((tmp_path / "no.jpg", "--out", tmp_path / "out"), "1 of 1 image cannot be read"),
         ((tmp_path / "gone.jpg", "--out", tmp_path / "out"), "there is no folder or archive"),
     ):
         assert_refused(run_cli("detect", "runs/any", *arguments), words)
@@ -189,7 +193,7 @@ def test_the_report(run: tuple[Path, list[Any]], monkeypatch: pytest.MonkeyPatch
     folder, records = run
     text = (folder / "report.html").read_text()
     assert text.count("<h1>Mask R-CNN C4 on folder scenes (train), scratch tiny</h1>") == 1
-    for fact in ("AP50, boxes (COCO)", "AP, masks (COCO)", "6-steps: 6 steps of 2 images"):
+    for fact in ("AP50, boxes (COCO)", "AP small, masks (COCO)", "6-steps: 6 steps of 2 images"):
         assert fact in text, fact
     pictures = re.findall(r'<img src="data:image/png;base64,[^"]+" alt="([^"]*)"', text)
     titles = [alt.partition(" by ")[0] for alt in pictures]

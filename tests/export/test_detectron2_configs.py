@@ -32,6 +32,7 @@ def assert_known(content: Mapping[str, Any], known: Mapping[str, Any], where: st
 
 @pytest.fixture
 def configs(tmp_path: Path) -> dict[str, dict[str, Any]]:
+    (tmp_path / "configs").mkdir()
     write_configs(CARD, Path("photos.pkl"), tmp_path / "configs")
     files = (tmp_path / "configs").glob("*.yaml")
     return {path.stem: yaml.safe_load(path.read_text()) for path in files}
@@ -117,8 +118,8 @@ def test_the_extra_norm_registers_itself(tmp_path: Path, monkeypatch: pytest.Mon
         module = ModuleType(name)
         module.__dict__.update(content)
         monkeypatch.setitem(sys.modules, name, module)
-    write_configs(CARD, Path("photos.pkl"), tmp_path / "configs")
-    exec((tmp_path / "configs" / "extra_norm.py").read_text(), {})
+    write_configs(CARD, Path("photos.pkl"), tmp_path)
+    exec((tmp_path / "extra_norm.py").read_text(), {})
     names = ModuleType("cfg")
     names.MODEL = ModuleType("model")
     names.MODEL.RESNETS = ModuleType("resnets")
@@ -142,9 +143,17 @@ def test_the_command(tmp_path: Path) -> None:
     content = yaml.safe_load((folder / "retinanet-fpn-voc-12k.yaml").read_text())
     assert content["MODEL"]["WEIGHTS"] == str(weights)
     assert content["MODEL"]["RESNETS"]["RES2_OUT_CHANNELS"] == 64
+    assert "&" not in (folder / "faster-rcnn-fpn-1x.yaml").read_text(), "a list points at another"
     weights.unlink()
     again = run_cli("export", file, "--to", "detectron2", "--configs", folder)
     assert_refused(again, "already exists: choose another folder with --configs")
     assert not weights.exists()
-    other = run_cli("export", file, "--to", "torchvision", "--configs", tmp_path / "more")
+    inside = run_cli("export", file, "--to", "detectron2", "--configs", file / "configs")
+    assert_refused(inside, f"cannot create {file / 'configs'}: Not a directory")
+    assert not weights.exists()
+    more = ("--configs", tmp_path / "more")
+    lost = run_cli("export", file, "--to", "detectron2", "--out", tmp_path / "no" / "x.pkl", *more)
+    assert_refused(lost, "could not write")
+    assert not (tmp_path / "more").exists()
+    other = run_cli("export", file, "--to", "torchvision", *more)
     assert_refused(other, "--configs is for detectron2 only")

@@ -20,7 +20,7 @@ FIRST_SHARE = 0.001  # of the rate, with which the warm-up begins
 DECAY = 0.1
 COCO_SIZES = tuple(range(640, 801, 32))
 VOC_SIZES = tuple(range(480, 801, 32))
-SIZES = range(32, 2049)  # that may be asked for
+SIZES = range(32, 1025)  # that may be asked for
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from xmoco.data.subset import some_positions
 from xmoco.detect.courses import BATCH, Course, course_of
 from xmoco.detect.detector_files import DetectorCard
 from xmoco.detect.masks import hotcoco
-from xmoco.detect.metrics import Detections, Judged, judge_coco, judge_voc
+from xmoco.detect.metrics import TITLES, Detections, Judged, judge_coco, judge_voc
 from xmoco.detect.models import Design, build_detector, design_of
 from xmoco.detect.objects import DetectionSet, some_of
 from xmoco.detect.prediction import predicted
@@ -96,7 +96,7 @@ def summary(records: Sequence[Record]) -> list[tuple[str, str, float, float | No
     values: dict[tuple[str, str], list[float]] = {}
     for record in records:
         kind, _, measure = record.measure.partition("_")
-        key = f"{kind}, {record.protocol['metric']}", measure
+        key = f"{kind}, {record.protocol['metric']}", TITLES[measure]
         values.setdefault(key, []).append(record.value)
     return [
         (

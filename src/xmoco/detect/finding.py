@@ -1,7 +1,9 @@
 """``xmoco detect``: pictures in; what is where on them as json, and drawn."""
 
 import json
-from collections.abc import Callable
+import shutil
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -64,7 +66,6 @@ def detect(
     tree, paths = _pictures(images)
     pictures = EncodedImages(str(images), tree, paths, None, None, None)
     broken = Unreadable(len(paths))
-    folder.mkdir(parents=True)
     told: dict[int, dict[str, Any]] = {}
     sights = looked_at(
         detector.to(chosen),
@@ -74,11 +75,17 @@ def detect(
         unreadable=broken,
         on_progress=on_progress,
     )
-    for sight in sights:
-        sure = _sure(sight, threshold)
-        path = paths[sight.place]
-        told[sight.place] = {"image": printable(path), **_as_json(sure, card.categories)}
-        _draw(sure, card.categories, folder / PurePosixPath(path).with_suffix(".png"))
+    names = _drawn_names(paths)
+    folder.mkdir(parents=True)
+    try:
+        for sight in sights:
+            sure = _sure(sight, threshold)
+            path = paths[sight.place]
+            told[sight.place] = {"image": printable(path), **_as_json(sure, card.categories)}
+            _draw(sure, card.categories, folder / names[sight.place])
+    except UserError:  # too many that cannot be read
+        shutil.rmtree(folder)
+        raise
     for where, why in broken:
         if say is not None:
             say(f"{where} cannot be read ({why}); it was passed over.")
@@ -98,6 +105,16 @@ def _pictures(images: str | Path) -> tuple[Tree, list[str]]:
     if not paths:
         raise UserError(f"there are no images in {printable(str(path))}.")
     return tree, paths
+
+
+def _drawn_names(paths: Sequence[str]) -> list[str]:
+    """``a.png`` for ``a.jpg``, but ``a.jpg.png`` where there is another ``a``."""
+    without = [PurePosixPath(path).with_suffix(".png") for path in paths]
+    count = Counter(without)
+    return [
+        f"{path}.png" if count[name] > 1 else str(name)
+        for path, name in zip(paths, without, strict=True)
+    ]
 
 
 def _sure(sight: Sight, threshold: float) -> Sight:

@@ -20,6 +20,14 @@ Kind = Literal["boxes", "masks"]
 IOUS = tuple(round(0.5 + 0.05 * step, 2) for step in range(10))
 MEASURES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 """Over all thresholds, at 0.5, at 0.75; and over all, of small, medium and large objects."""
+TITLES = dict(
+    zip(
+        (measure.lower() for measure in MEASURES),
+        ("AP", "AP50", "AP75", "AP small", "AP medium", "AP large"),
+        strict=True,
+    )
+)
+"""By how records call them."""
 
 
 @dataclass(frozen=True)

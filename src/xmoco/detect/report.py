@@ -10,7 +10,7 @@ from torch import nn
 from xmoco.data.subset import some_positions, taken
 from xmoco.detect.detector_files import FILE, DetectorCard
 from xmoco.detect.drawing import drawn, enlarged
-from xmoco.detect.metrics import Judged
+from xmoco.detect.metrics import TITLES, Judged
 from xmoco.detect.objects import DetectionSet
 from xmoco.detect.prediction import MASK_THRESHOLD, looked_at
 from xmoco.records import Record
@@ -46,7 +46,8 @@ def write_detection_report(
         curves(panels),
         sheet(
             "Detections",
-            f"What the detector finds in validation images, if its score is at least {SURE:g}.",
+            f"What the detector finds in validation images with a score of at least {SURE:g}; "
+            "where nothing is drawn, it is less sure of all it sees.",
             pictures,
         ),
         _how_to_load(run),
@@ -59,7 +60,7 @@ def write_detection_report(
 def _heading(record: Record) -> str:
     kind, _, measure = record.measure.partition("_")
     what = {"box": "boxes", "mask": "masks"}[kind]
-    return f"{measure.upper()}, {what} ({record.protocol['metric']})"
+    return f"{TITLES[measure]}, {what} ({record.protocol['metric']})"
 
 
 def _facts(card: DetectorCard, record: Record) -> list[tuple[str, str]]:

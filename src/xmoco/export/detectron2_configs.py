@@ -36,12 +36,18 @@ COCO_CLASSES = 80
 PYRAMID = ["res2", "res3", "res4", "res5"]
 
 
+class _InFull(yaml.SafeDumper):
+    """Writes a list again where it comes again, instead of pointing at it."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
+        return True
+
+
 def write_configs(card: BackboneCard, weights: Path, folder: Path) -> list[Path]:
-    """Files in the new ``folder`` for the exported file ``weights``; those that Detectron2 has a
+    """Files in the empty ``folder`` for the exported file ``weights``; those that Detectron2 has a
     model for: C4 needs bottlenecks."""
     architecture = architecture_of(card)
     written = []
-    folder.mkdir(parents=True)
     for model, design in DESIGNS.items():
         if not design.pyramid and architecture.block == "basic":
             continue
@@ -50,7 +56,8 @@ def write_configs(card: BackboneCard, weights: Path, folder: Path) -> list[Path]
                 continue  # its boxes have no masks
             path = folder / f"{model}-{course.name}.yaml"
             content = _config(card, weights, design, course)
-            write_whole(path, yaml.safe_dump(content, sort_keys=False).encode())
+            lines = yaml.dump(content, Dumper=_InFull, sort_keys=False, default_flow_style=None)
+            write_whole(path, lines.encode())
             written.append(path)
     if architecture.block != "basic":
         path = folder / EXTRA_NORM

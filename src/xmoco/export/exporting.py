@@ -6,7 +6,9 @@ from random images, the features of the original backbone.
 """
 
 import importlib
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -72,8 +74,6 @@ def export(
     target = _target(to)
     if configs is not None and to != "detectron2":
         raise UserError(f"--configs is for detectron2 only: leave it out for {to}.")
-    if configs is not None and Path(configs).exists():
-        raise UserError(f"{configs} already exists: choose another folder with --configs.")
     card, source = read_card(weights)
     default = source.with_suffix(target.ending)
     path = default if out is None else Path(out)
@@ -102,10 +102,27 @@ def export(
             raise UserError(f"{path} was not kept: {to} cannot read it back ({reason}).") from error
         _compare(found, expected, f"{path} was not kept: read back by {to}, it gives")
 
-    write_whole(path, write_and_check)
-    if configs is not None:
-        write_configs(card, path, Path(configs))
+    with nullcontext() if configs is None else _new_folder(Path(configs)):
+        write_whole(path, write_and_check)
+        if configs is not None:
+            write_configs(card, path, Path(configs))
     return path
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[None]:
+    """It is gone again where something fails."""
+    if folder.exists():
+        raise UserError(f"{folder} already exists: choose another folder with --configs.")
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"cannot create {folder}: {error.strerror or error}.") from None
+    try:
+        yield
+    except UserError:
+        shutil.rmtree(folder)
+        raise
 
 
 def how_to_load(weights: str | Path, to: str, path: str | Path) -> str:

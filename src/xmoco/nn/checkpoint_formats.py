@@ -125,6 +125,8 @@ class LoadReport:
     notes: tuple[str, ...] = ()  # what a user should know beside
 
     def __str__(self) -> str:
+        if not self.loaded:
+            return "weights: random, nothing was loaded"
         dropped = ", ".join(self.dropped) or "nothing"
         missing = f"{len(self.missing)} batch counters" if self.missing else "nothing"
         facts = (f"dropped: {dropped}", f"missing: {missing}", *self.notes)
