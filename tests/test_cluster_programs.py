@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+from xmoco.errors import Interrupted
 from xmoco.launchers import Launcher, launcher
 from xmoco.records import append_records
 
@@ -100,20 +101,26 @@ def run_script(folder: Path, status: int) -> list[str]:
         "srun": '"$@"',
         "xmoco": f'echo xmoco "$@" >> log; mkdir -p runs/photos; '
         f"touch runs/photos/config.yaml; exit {status}",
+        "scontrol": 'echo scontrol "$@" >> log',
     }.items():
         (programs / name).write_text(f"#!/bin/bash\n{program}\n")
         (programs / name).chmod(0o755)
     (folder / "log").write_text("")
     environment = os.environ | {"PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "77"}
-    subprocess.run(["bash", "-c", script], cwd=folder, env=environment, check=False, timeout=60)
+    ended = subprocess.run(["bash", "-c", script], cwd=folder, env=environment, timeout=60)
+    assert ended.returncode == status, "SLURM is told how the run has ended"
     return (folder / "log").read_text().splitlines()
 
 
-def test_the_batch_script_starts_and_goes_on(tmp_path: Path) -> None:
-    (started,) = run_script(tmp_path, 0)
+def test_the_batch_script_starts_goes_on_and_queues_again(tmp_path: Path) -> None:
+    again = Interrupted(10, "somewhere", "somehow").status
+    started, queued = run_script(tmp_path, again)
     assert started.startswith("xmoco pretrain --recipe imagenet ")
     assert started.endswith(" --out runs/photos batch=4096")
-    assert run_script(tmp_path, 0) == ["xmoco pretrain --resume --out runs/photos"]
+    assert queued == "scontrol requeue 77"
+    assert run_script(tmp_path, again) == ["xmoco pretrain --resume --out runs/photos", queued]
+    for status in (0, 2):  # done, or something is wrong
+        assert run_script(tmp_path, status) == ["xmoco pretrain --resume --out runs/photos"]
 
 
 def test_the_numbers_of_the_batch_script_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
