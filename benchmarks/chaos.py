@@ -45,7 +45,7 @@ from xmoco.records import Record, append_records, now
 
 RESULTS = Path(__file__).parent / "results"
 EPOCH = 4  # steps
-PATIENCE = 300.0  # seconds for a session to end
+PATIENCE = 300.0  # seconds for a session to take a step, or to end
 processes = multiprocessing.get_context("forkserver")
 
 
@@ -271,8 +271,7 @@ class Chaos:
             time.sleep(0.005)
 
     def _expect(self, process: ForkServerProcess, status: int, what: str) -> None:
-        process.join(PATIENCE)
-        if process.is_alive():
+        if not self._ended(process):
             process.kill()
             process.join()
             self.problems.append(f"{what}: it hung")
@@ -280,6 +279,17 @@ class Chaos:
             self.problems.append(f"{what}: ended with {process.exitcode} instead of {status}")
         if "Traceback" in (self.folder / "said.txt").read_text(errors="replace"):
             self.problems.append(f"{what}: a traceback")
+
+    def _ended(self, process: ForkServerProcess) -> bool:
+        """Whether it ends by itself; while it takes steps, it is waited for."""
+        known, until = -1, 0.0
+        while process.is_alive():
+            if len(self.steps()) > known:
+                known, until = len(self.steps()), time.monotonic() + PATIENCE
+            if time.monotonic() > until:
+                return False
+            process.join(0.2)
+        return True
 
     def _harm(self, fault: str) -> None:
         saved = Checkpoints(self.run / "checkpoints").paths()
@@ -368,7 +378,7 @@ def main() -> None:
 
 def run_both(place: Path, faults: int, seed: int) -> tuple[Chaos, Chaos]:
     rng = random.Random(seed)
-    epochs = 2 * faults  # so that faults, not steps, are what ends first
+    epochs = 3 * faults // 2  # so that faults, not steps, are what ends first
     both = []
     for name in ("chaos", "calm"):
         folder = place / name
@@ -377,6 +387,8 @@ def run_both(place: Path, faults: int, seed: int) -> tuple[Chaos, Chaos]:
         both.append(Chaos(folder, rng, epochs * EPOCH))
     chaos, calm = both
     calm.finish()
+    if calm.problems:
+        raise RuntimeError(f"the undisturbed run: {calm.problems}")
     # Each kind as often as the others, in any order.
     schedule = [FAULTS[number % len(FAULTS)] for number in range(faults)]
     rng.shuffle(schedule)
@@ -388,8 +400,6 @@ def run_both(place: Path, faults: int, seed: int) -> tuple[Chaos, Chaos]:
             flush=True,
         )
     chaos.finish()
-    if calm.problems:
-        raise RuntimeError(f"the undisturbed run: {calm.problems}")
     return chaos, calm
 
 
