@@ -67,7 +67,7 @@ def test_labels_may_be_several() -> None:
 @pytest.mark.parametrize(
     ("images", "words"),
     [
-        (pictures(), "pictures has no labels, from which method=supervised learns: put images"),
+        (pictures(), "pictures has no labels, from which method=supervised .* labels at auto"),
         (pictures(2, torch.tensor([0, 0]), "a"), "pictures has a single class"),
     ],
 )

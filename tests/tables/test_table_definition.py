@@ -110,6 +110,21 @@ def test_rows_take_turns_so_that_every_row_has_a_figure_early() -> None:
     assert trial.told == {"recipe": "demo", "changes": "positive_mass=0.9"}
 
 
+def test_all_rows_learn_from_the_same_images_whatever_their_recipes() -> None:
+    rows = [{"name": "a"}, {"name": "b", "recipe": "byol"}]
+    assert load_config("byol").data.source != "patterns"
+    for asked, source in ((Asked(), "patterns"), (Asked(overrides=("source=x.tar",)), "x.tar")):
+        found = plan(table(rows=rows, columns=["knn20"]), asked)
+        assert {one.trial.facts["source"] for one in found} == {source.removesuffix(".tar")}
+        data = [one.trial.config.data for one in found]
+        assert all(one == data[0] for one in data)
+        assert Path(data[0].source).name == source
+    rows[0]["settings"] = "source=elsewhere.tar"
+    with pytest.raises(UserError, match="row b has other images than row a: all rows of a table"):
+        plan(table(rows=rows), Asked())
+    assert len(plan(table(rows=rows), Asked(data="patterns"))) == 4
+
+
 def test_a_table_is_shortened_from_outside() -> None:
     asked = Asked(epochs=1, seeds=(7,), rows=("0.9",), overrides=("batch=32",), held_out=0.1)
     (one,) = plan(table(settings="positive_mass=0.7"), asked)

@@ -41,7 +41,8 @@ class Supervised(Method):
         if images.classes is None or images.labels is None:
             raise UserError(
                 f"{images.name} has no labels, from which method=supervised learns: put images "
-                "into one folder per class, or name their classes in labels.csv."
+                "into one folder per class, or name their classes in labels.csv, and leave the "
+                "setting labels at auto."
             )
         if len(images.classes) < 2:
             raise UserError(f"{images.name} has a single class: there is nothing to tell apart.")

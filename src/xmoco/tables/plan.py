@@ -47,12 +47,19 @@ def plan(table: Table, asked: Asked) -> list[Planned]:
     """All trials, every row's first seed before any row's second. Mistakes are told now."""
     rows = _chosen(table, asked)
     seeds = {row.name: asked.seeds or tuple(row.seeds or table.seeds) for row in rows}
-    return [
+    planned = [
         Planned(row, _trial(table, row, asked, seeds[row.name][turn]))
         for turn in range(max(map(len, seeds.values())))
         for row in rows
         if turn < len(seeds[row.name])
     ]
+    for one in planned:
+        if one.trial.config.data != planned[0].trial.config.data:
+            raise UserError(
+                f"row {one.row.name} has other images than row {planned[0].row.name}: all rows of "
+                "a table learn from the same, which --data gives, or the table's recipe."
+            )
+    return planned
 
 
 def _chosen(table: Table, asked: Asked) -> list[Row]:
@@ -73,7 +80,13 @@ def _trial(table: Table, row: Row, asked: Asked, seed: int) -> Trial:
     epochs = table.epochs if asked.epochs is None else asked.epochs
     data = {} if asked.data is None else {"source": asked.data}
     try:
-        config = load_config(recipe, [*changes, f"epochs={epochs}", f"seed={seed}"], data)
+        images = load_config(table.recipe).data  # of all rows, whatever their own recipes say
+        config = load_config(
+            recipe,
+            [*changes, f"epochs={epochs}", f"seed={seed}"],
+            data,
+            below={f"data.{name}": value for name, value in images},
+        )
     except UserError as error:
         raise UserError(f"row {row.name}: {error}") from None
     if config.run.devices * config.run.nodes > 1:
