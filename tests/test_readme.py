@@ -26,6 +26,7 @@ import xmoco.data.transfer_sets
 import xmoco.demo
 import xmoco.detect.evaluation
 import xmoco.detect.finding
+import xmoco.detect.tables
 import xmoco.evaluate.classification
 import xmoco.evaluate.transfer
 import xmoco.export
@@ -258,6 +259,7 @@ class StandIns:
             (xmoco.detect.evaluation, "evaluate_detect", self.detectors),
             (xmoco.detect.finding, "detect", self.found),
             (xmoco.report.tables, "draw_transfer", lambda asked: [asked["out"]]),
+            (xmoco.detect.tables, "draw_detection", lambda asked: [asked["out"]]),
             (xmoco.tables.running, "run_table", self.table),
             (xmoco.export, "export", self.export),
             (xmoco.export, "how_to_load", lambda asked: f"load {asked}"),

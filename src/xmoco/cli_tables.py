@@ -145,3 +145,22 @@ def transfer_tables(
 
     for path in draw_transfer(records, out):
         print_plain(f"table    {path}")
+
+
+@tables.command(
+    "detection", epilog="Example: `xmoco tables detection detect.jsonl --out docs/tables`"
+)
+def detection_tables(
+    records: Annotated[
+        list[Path], typer.Argument(help="Files of records by `xmoco evaluate detect`.")
+    ],
+    out: Annotated[Path, typer.Option(help="The folder the tables go into.")] = Path("tables"),
+) -> None:
+    """The paper's tables of detection and segmentation, with your records beneath.
+
+    One for each kind of detector, written as Markdown and as a picture.
+    """
+    from xmoco.detect.tables import draw_detection
+
+    for path in draw_detection(records, out):
+        print_plain(f"table    {path}")

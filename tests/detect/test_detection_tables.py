@@ -1,9 +1,18 @@
 """Records of detectors become tables: a row for each backbone, mean and deviation over seeds."""
 
 import importlib
+import re
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+
+from helpers import assert_done, assert_refused, run_cli
+from xmoco.detect.models import DESIGNS
 from xmoco.records import Record, append_records
 
 
@@ -48,3 +57,67 @@ def test_tables_of_detectors(benchmarks: None, tmp_path: Path) -> None:
     ]
     for fact in ("Seeds 0, 1;", "120 training images", "50 judged", "metric COCO", "Abacus"):
         assert fact in text, fact
+
+
+def test_records_beneath_the_papers_rows(tmp_path: Path) -> None:
+    file = tmp_path / "detect.jsonl"
+    append_records(
+        file,
+        [
+            record("box_ap", 99.0, "xmoco", 0, epoch=200),
+            record("box_ap", 40.0, "xmoco", 0, epoch=200),  # measured again
+            record("box_ap", 44.0, "xmoco", 1, epoch=200),
+            record("box_ap", 41.0, "xmoco", 0, epoch=200, digest="another"),
+            record("box_ap", 50.0, "supervised", 0),
+            record("box_aps", 10.0, "xmoco", 0, epoch=200),  # has no column
+        ],
+    )
+    outcome = run_cli("tables", "detection", file, "--out", tmp_path / "tables")
+    assert_done(outcome)
+    name = "detection-mask-rcnn-fpn"
+    assert {path.name for path in (tmp_path / "tables").iterdir()} == {f"{name}.md", f"{name}.png"}
+    text = (tmp_path / "tables" / f"{name}.md").read_text(encoding="utf-8")
+    assert "| *Paper: COCO, 3x, ResNet-50* |" in text
+    assert "| XMoCo | 42.0 | 62.8 | 46.0 | 38.0 | 59.9 | 41.0 |" in text
+    measured = text.partition("*Measured: ")[2].splitlines()
+    assert measured[0].startswith(
+        "folder street (train), 500-steps, shorter side 400 px, metric COCO, ResNet-50*"
+    )
+    assert [line.split(" | ")[:2] for line in measured[1:4]] == [
+        ["| XMoCo, ResNet-50, 200 epochs (xmoco)", "**42.0 ± 2.8**"],
+        ["| XMoCo, ResNet-50, 200 epochs (anothe)", "<u>41.0</u>"],
+        ["| Supervised, ResNet-50", "50.0"],
+    ]
+    picture = Image.open(tmp_path / "tables" / f"{name}.png").convert("L")
+    right = np.asarray(picture)[:, -picture.width // 40 :]
+    assert right.min() > 250, "the longest line ends before the picture does"
+
+
+def test_no_records_of_detectors(tmp_path: Path) -> None:
+    append_records(tmp_path / "x.jsonl", [record("box_aps", 10.0, "xmoco", 0)])
+    outcome = run_cli("tables", "detection", tmp_path / "x.jsonl", "--out", tmp_path / "out")
+    assert_refused(outcome, "no records of detection in", "xmoco evaluate detect")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_papers_figures_are_whole() -> None:
+    text = (resources.files("xmoco") / "report" / "paper_detection.yaml").read_text("utf-8")
+    for block in yaml.safe_load(text):
+        wanted = 6 if DESIGNS[block["model"]].masks else 3
+        for values in block["rows"].values():
+            assert len(values) == wanted
+            for ap, ap50, ap75 in zip(values[::3], values[1::3], values[2::3], strict=True):
+                assert ap < ap50
+                assert ap75 < ap50
+
+
+def test_the_papers_figures_are_its_own() -> None:
+    source = Path(__file__).parents[3] / "shared" / "paper" / "xmoco.tex"
+    if not source.is_file():
+        pytest.skip("the paper is not here")
+    plain = re.sub(r"\\textbf|[{}~$ ]|\\quad", "", source.read_text(encoding="utf-8"))
+    text = (resources.files("xmoco") / "report" / "paper_detection.yaml").read_text("utf-8")
+    for block in yaml.safe_load(text):
+        for method, values in block["rows"].items():
+            for first in range(0, len(values), 3):
+                assert "&".join(map(str, values[first : first + 3])) in plain, (method, values)

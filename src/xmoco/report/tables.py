@@ -115,7 +115,7 @@ class Row:
     @property
     def block(self) -> str:
         """The heading under which the row stands."""
-        images = f"{_backbone_name(self.setting.backbone)}, {self.setting.size} px"
+        images = f"{backbone_name(self.setting.backbone)}, {self.setting.size} px"
         if self.setting.crop_size is not None:
             images += f" (trained on {self.setting.crop_size} px)"
         if self.measured:
@@ -166,10 +166,15 @@ def draw_transfer(
             f"no records of transfer{kind} in {', '.join(map(str, records_files))}: measure some "
             f"with `xmoco evaluate transfer WEIGHTS SET{option} --records FILE`."
         )
+    return write_tables({f"transfer-{_slug(mode)}": table for mode, table in tables.items()}, out)
+
+
+def write_tables(tables: Mapping[str, Table], out: Path) -> list[Path]:
+    """Each by its name as .md and .png in folder ``out``."""
     contents: dict[Path, bytes] = {}
-    for drawn, table in tables.items():
-        contents[out / f"transfer-{_slug(drawn)}.md"] = _markdown(table).encode()
-        contents[out / f"transfer-{_slug(drawn)}.png"] = _picture(table)
+    for name, table in tables.items():
+        contents[out / f"{name}.md"] = as_markdown(table).encode()
+        contents[out / f"{name}.png"] = as_picture(table)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -186,7 +191,7 @@ def _slug(mode: Mode) -> str:
 
 def transfer_tables(records: Sequence[Transfer], mode: Mode | None = None) -> dict[Mode, str]:
     """The tables as Markdown, for each mode that has records or for the given one only."""
-    return {drawn: _markdown(table) for drawn, table in _tables(records, mode).items()}
+    return {drawn: as_markdown(table) for drawn, table in _tables(records, mode).items()}
 
 
 def read_transfer(files: Iterable[Path]) -> list[Transfer]:
@@ -284,7 +289,7 @@ def _measured_rows(records: Sequence[Transfer]) -> Iterator[Row]:
         cells.setdefault(_column(record), []).append(record.value)
     for key, by_column in found.items():
         subject, epochs, setting, digest = key
-        label = _label(subject, epochs, setting.backbone)
+        label = label_of(subject, epochs, setting.backbone)
         yield Row(
             label=f"{label} ({digest[:6]})" if digest else label,
             setting=setting,
@@ -293,25 +298,25 @@ def _measured_rows(records: Sequence[Transfer]) -> Iterator[Row]:
             labelled=key in classifiers
             or subject == "supervised"
             or subject.startswith(("torchvision:", "timm:")),
-            cells={column: _cell(values) for column, values in by_column.items()},
+            cells={column: cell_of(values) for column, values in by_column.items()},
         )
 
 
-def _cell(values: Sequence[float]) -> Cell:
+def cell_of(values: Sequence[float]) -> Cell:
     deviation = statistics.stdev(values) if len(values) > 1 else None
     return Cell(statistics.fmean(values), deviation)
 
 
-def _label(subject: str, epochs: int, backbone: str) -> str:
+def label_of(subject: str, epochs: int, backbone: str) -> str:
     trained = {0: "", 1: ", 1 epoch"}.get(epochs, f", {epochs} epochs")
-    return f"{METHOD_NAMES.get(subject, subject)}, {_backbone_name(backbone)}{trained}"
+    return f"{METHOD_NAMES.get(subject, subject)}, {backbone_name(backbone)}{trained}"
 
 
-def _backbone_name(backbone: str) -> str:
+def backbone_name(backbone: str) -> str:
     return re.sub(r"^resnet(?=\d)", "ResNet-", backbone)
 
 
-def _markdown(table: Table) -> str:
+def as_markdown(table: Table) -> str:
     heads = [f"{_escaped(column.set)}<br>{_escaped(column.metric)}" for column in table.columns]
     lines = [["pre-train", *heads], [":--", *(":-:" for _ in heads)]]
     for block, rows in table.blocks().items():
@@ -343,6 +348,7 @@ LONGEST_NAME = 44  # longer names are cut in the picture; the Markdown has them 
 SOFT, ACCENT = "#6b7077", LIGHT.curves[0]
 NORMAL: dict[str, Any] = {"fontsize": 9, "color": LIGHT.ink, "parse_math": False}  # $ may be meant
 SMALL: dict[str, Any] = {"fontsize": 7.5, "color": SOFT}
+TITLE: dict[str, Any] = {"fontsize": 12, "weight": "bold"}
 
 
 class _Canvas:
@@ -376,7 +382,7 @@ class _Canvas:
         self.axes.add_patch(area)
 
 
-def _picture(table: Table) -> bytes:
+def as_picture(table: Table) -> bytes:
     """The table as a PNG file, as wide as its words. Measured rows are tinted."""
     canvas = _Canvas()
     right = MARGIN + GAP + max(canvas.width(_short(row.label)) for row in table.rows)
@@ -385,15 +391,18 @@ def _picture(table: Table) -> bytes:
         width = _column_width(canvas, table, column)
         centres[column] = right + width / 2
         right += width
+    blocks = table.blocks()
+    headings = [canvas.width(block, **SMALL | {"weight": "bold"}) for block in blocks]
+    title = canvas.width(table.title, **TITLE)
+    right = max(right, MARGIN + max(title, *headings))
     letters = int((right - MARGIN) * NOTE_LETTERS_PER_INCH)
     notes = [line for note in table.notes for line in textwrap.wrap(note, letters)]
-    blocks = table.blocks()
     # Title and heads take three rows, each block its heading and half a row below.
     grid_height = ROW_HEIGHT * (3 + len(table.rows) + 1.5 * len(blocks))
     canvas.cut(right + MARGIN, 2 * MARGIN + grid_height + NOTE_HEIGHT * len(notes))
 
     y = MARGIN + 0.5 * ROW_HEIGHT
-    canvas.write(MARGIN, y, table.title, fontsize=12, weight="bold")
+    canvas.write(MARGIN, y, table.title, **TITLE)
     y += 1.5 * ROW_HEIGHT
     for column, x in centres.items():
         canvas.write(x, y, _short(column.set), ha="center", weight="bold")
