@@ -151,7 +151,7 @@ class Bench:
         Sizes are the recipe's for evaluation if not given. ``command`` is what a person goes on
         with.
         """
-        self._free()
+        held = self._free()
         config = trial.config
         training = prepare_training(
             config,
@@ -162,7 +162,7 @@ class Bench:
             resume_command=command,
         )
         training.restore()
-        seconds, gib = self._train(training, watch)
+        seconds, peak = self._train(training, watch)
         method = training.task
         assert isinstance(method, Method)
         common = {
@@ -177,7 +177,7 @@ class Bench:
         }
         measured = {
             "train_seconds": seconds,
-            "gpu_memory": gib,
+            "gpu_memory": (peak - held) / 2**30,
             "bank_memory": bank_bytes(method) / 2**20,
             "backbone_parameters": parameters(method.encoder.backbone) / 1e6,
         }
@@ -201,17 +201,19 @@ class Bench:
             save_backbone(method.encoder.backbone, card, run.weights)
         return found
 
-    def _free(self) -> None:
-        """What the last trial left on the GPU, however it ended: a recorded CUDA graph is freed
-        with its cycles."""
-        if self.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+    def _free(self) -> int:
+        """Free what the last trial left on the GPU, however it ended: a recorded CUDA graph goes
+        with its cycles. Gives the bytes that stay: the images."""
+        if self.device.type != "cuda":
+            return 0
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_allocated(self.device)
 
     def _train(
         self, training: Training, watch: Callable[[Training], Callback]
-    ) -> tuple[float, float]:
-        """Seconds of training over all sessions, and the GPU's memory at the most, in GiB."""
+    ) -> tuple[float, int]:
+        """Seconds of training over all sessions, and bytes on the GPU at the most."""
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -222,7 +224,7 @@ class Bench:
         if on_gpu:
             torch.cuda.synchronize(self.device)
         seconds = before + time.perf_counter() - started
-        return seconds, torch.cuda.max_memory_allocated(self.device) / 2**30 if on_gpu else 0.0
+        return seconds, torch.cuda.max_memory_allocated(self.device) if on_gpu else 0
 
     @staticmethod
     def _record(trial: Trial, column: Column, value: float, protocol: dict[str, Any]) -> Record:
