@@ -3,7 +3,7 @@
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -63,3 +63,15 @@ def write_whole(path: Path, content: bytes | Callable[[BinaryIO], object]) -> No
         if not isinstance(cause, OSError):
             raise
         raise UserError(f"could not write {path}: {cause.strerror or cause}.") from error
+
+
+def write_files(folder: Path, contents: Mapping[str, bytes]) -> list[Path]:
+    """Put files into a folder, which is made if need be; each is whole or not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder}: {error.strerror or error}.") from None
+    paths = [folder / name for name in contents]
+    for path, content in zip(paths, contents.values(), strict=True):
+        write_whole(path, content)
+    return paths

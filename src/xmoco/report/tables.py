@@ -24,7 +24,7 @@ from matplotlib.text import Text
 from pydantic import Field
 
 from xmoco.errors import UserError
-from xmoco.files import write_whole
+from xmoco.files import write_files
 from xmoco.methods import METHODS
 from xmoco.records import Measured, TransferProtocol, read_records
 from xmoco.report.curves import LIGHT, to_png
@@ -171,17 +171,11 @@ def draw_transfer(
 
 def write_tables(tables: Mapping[str, Table], out: Path) -> list[Path]:
     """Each by its name as .md and .png in folder ``out``."""
-    contents: dict[Path, bytes] = {}
+    contents: dict[str, bytes] = {}
     for name, table in tables.items():
-        contents[out / f"{name}.md"] = as_markdown(table).encode()
-        contents[out / f"{name}.png"] = as_picture(table)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the folder {out}: {error.strerror or error}.") from None
-    for path, content in contents.items():
-        write_whole(path, content)
-    return list(contents)
+        contents[f"{name}.md"] = as_markdown(table).encode()
+        contents[f"{name}.png"] = as_picture(table)
+    return write_files(out, contents)
 
 
 def _slug(mode: Mode) -> str:

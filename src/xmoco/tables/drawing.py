@@ -20,8 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from xmoco.config import Config
-from xmoco.errors import UserError
-from xmoco.files import write_whole
+from xmoco.files import write_files
 from xmoco.methods import method_class
 from xmoco.planning import describe_views
 from xmoco.report.circumstances import circumstances, markdown_table, sentence
@@ -165,18 +164,14 @@ def _of_a_table(record: Kept) -> bool:
 
 def draw(filled: Filled, name: str, out: Path, failed: Mapping[str, str]) -> list[Path]:
     """Write the table as Markdown, CSV and a picture into folder ``out``."""
-    contents = {
-        out / f"{name}.md": page(filled, failed).encode(),
-        out / f"{name}.csv": csv_text(filled).encode(),
-        out / f"{name}.png": to_png(picture(filled)),
-    }
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot make the folder {out}: {error.strerror or error}.") from None
-    for path, content in contents.items():
-        write_whole(path, content)
-    return list(contents)
+    return write_files(
+        out,
+        {
+            f"{name}.md": page(filled, failed).encode(),
+            f"{name}.csv": csv_text(filled).encode(),
+            f"{name}.png": to_png(picture(filled)),
+        },
+    )
 
 
 # Words
