@@ -19,22 +19,30 @@ from helpers import (
     assert_done,
     assert_refused,
     assert_same_end,
+    be_process,
     checkpoints,
+    free_port,
     logged_steps,
     make_images,
     metrics,
     no_pictures,
     run_cli,
+    run_two,
     start_cli,
     wait_until,
     write_recipe,
 )
 from xmoco import pretraining
 from xmoco.checkpoints import Checkpoints
-from xmoco.errors import TRY_AGAIN
+from xmoco.data import open_images
+from xmoco.errors import TRY_AGAIN, Interrupted
 from xmoco.nn.weights import load_weights
+from xmoco.pretraining import prepare_training
 from xmoco.run_logger import RunLogger
-from xmoco.train.loop import Training
+from xmoco.settings import load_config
+from xmoco.train.engine import build_fabric
+from xmoco.train.loop import Callback, Training
+from xmoco.train.run_folder import RunFolder
 
 
 @pytest.fixture(autouse=True)
@@ -215,6 +223,35 @@ def test_a_machine_is_taken_away(recipe: Path, whole: Path, tmp_path: Path) -> N
         assert f"stopped by {number.name} after step {step} of 12; everything is" in outcome.stderr
     assert steps == list(range(1, 13))
     assert_same_end(run, whole)
+
+
+def stop_in_two(rank: int, recipe: Path, port: int) -> None:
+    """One of them is told so; both save and stop, at the next step where they talk."""
+    be_process(rank, port)
+    config = load_config(recipe, ["devices=2", "checkpoint_minutes=9"])
+    fabric = build_fabric(config.run)
+    fabric.launch()
+    images = open_images(config.data, "train")
+    assert images is not None
+    training = prepare_training(config, fabric, images, RunFolder(recipe.parent))
+    advance = training.advance
+
+    def signalled(*given: Any, **options: Any) -> Any:
+        output = advance(*given, **options)
+        if rank == 1 and training.step == 2:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return output
+
+    training.advance = signalled  # type: ignore[method-assign]
+    with pytest.raises(Interrupted, match="stopped by SIGUSR1 after step 4 of 12"):
+        training.train(Callback())
+    (saved,) = training.run.checkpoints.paths()
+    assert saved.name == "step-000000004.ckpt"
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_stop_together(recipe: Path) -> None:
+    run_two(stop_in_two, recipe, free_port())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -239,11 +239,11 @@ class Training:
                 if epoch_over:  # before the checkpoint: what is told of an epoch is never skipped
                     with means.paused():
                         callback.on_epoch(self.step // epoch_length, self.step)
-                if save:
+                if save or stopped_by:
                     with means.paused():
                         saves.time(self.begin_saving)
                 if stopped_by and not self.finished:
-                    self.save()
+                    self.saver.finish()
                     where = f"after step {self.step} of {self.total_steps}"
                     raise Interrupted(stopped_by, where, self.resume_command)
             self.saver.finish()
