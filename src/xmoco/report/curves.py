@@ -303,6 +303,7 @@ LIGHT = Theme("#33373d", "#e3e5e8", "#ffffff", ("#0072b2", "#d55e00", "#009e73",
 DARK = Theme("#d5d8dc", "#373b42", "#1b1e23", ("#56b4e9", "#f0a04b", "#3ec9a0", "#e39ac4"))
 CURVE_STYLES = ("-", "--", "-.", ":")
 WIDTH, HEIGHT = 4.0, 2.75  # of a panel, in inches
+DPI = 180
 FEW_POINTS = 40  # up to here every point is marked; a single one would not be seen otherwise
 
 
@@ -381,7 +382,7 @@ def draw_panel(axes: Axes, panel: Panel, theme: Theme) -> None:
 
 def to_png(figure: Figure) -> bytes:
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=180, facecolor=figure.get_facecolor())
+    figure.savefig(picture, format="png", dpi=DPI, facecolor=figure.get_facecolor())
     return picture.getvalue()
 
 

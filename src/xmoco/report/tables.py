@@ -27,7 +27,7 @@ from xmoco.errors import UserError
 from xmoco.files import write_files
 from xmoco.methods import METHODS
 from xmoco.records import Measured, TransferProtocol, read_records
-from xmoco.report.curves import LIGHT, to_png
+from xmoco.report.curves import DPI, LIGHT, to_png
 
 Mode = Literal["frozen", "end to end"]
 Mark = Literal["best", "second"]
@@ -349,7 +349,8 @@ class _Canvas:
     """A figure to draw on, at places in inches from its upper left corner."""
 
     def __init__(self) -> None:
-        self.figure = Figure(facecolor=LIGHT.paper)
+        # Texts are as wide as measured only where they are drawn with the same dots.
+        self.figure = Figure(facecolor=LIGHT.paper, dpi=DPI)
         FigureCanvasAgg(self.figure)
         self.axes = self.figure.add_axes((0, 0, 1, 1))
         self.axes.set_axis_off()
