@@ -107,6 +107,24 @@ def test_half_a_record_is_forgotten_and_nothing_else(tmp_path: Path, cut: int) -
     assert file.read_bytes() == open_end
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"rows:\n  - a",
+        b"\xff\xd8\xff\n\x00",
+        b'{\n  "measure": 1\n}',
+        b'{"name": 1',
+        b'{"measure": 1, "seed": \n{"measure": ',
+    ],
+)
+def test_a_file_without_records_is_left_as_it_is(tmp_path: Path, content: bytes) -> None:
+    """A table, a picture, json of another kind: somebody gave the wrong name."""
+    file = tmp_path / "no-records"
+    file.write_bytes(content)
+    forget_half_line(file)
+    assert file.read_bytes() == content
+
+
 def test_several_threads_append_whole_lines(tmp_path: Path) -> None:
     file = tmp_path / "results.jsonl"
 

@@ -117,15 +117,28 @@ def append_records(path: Path, records: Iterable[Record]) -> None:
 
 
 def forget_half_line(path: Path) -> None:
-    """Cut off the half record that a program leaves which is killed while it adds one."""
+    """Cut off the half record that a program leaves which is killed while it adds one.
+
+    A file that is none of records is left as it is, for whoever reads it to say so.
+    """
     with path.open("r+b") as file:
         _lock(file)
         content = file.read()
         whole = content.rfind(b"\n") + 1
-        try:
-            json.loads(content[whole:] or b"{}")
-        except ValueError:
+        lines, last = content[:whole].splitlines(), content[whole:]
+        begins_record = last.startswith(RECORD_BEGINS[: len(last)])
+        if begins_record and all(map(_is_object, lines)) and not _is_object(last):
             file.truncate(whole)
+
+
+RECORD_BEGINS = b'{"measure": '
+
+
+def _is_object(line: bytes) -> bool:
+    try:
+        return isinstance(json.loads(line or b"{}"), dict)
+    except ValueError:
+        return False
 
 
 def _lock(file: BinaryIO) -> None:
