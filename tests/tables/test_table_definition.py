@@ -132,6 +132,7 @@ def test_a_table_is_shortened_from_outside() -> None:
     assert (config.train.epochs, config.train.seed, config.train.batch) == (1, 7, 32)
     assert config.method.positive_mass == 0.9  # type: ignore[union-attr]
     assert one.trial.facts["held_out_share"] == 0.1
+    assert len(plan(table(), Asked(seeds=(7, 7), rows=("0.9",)))) == 1
     with pytest.raises(UserError, match=r"no row '0\.8' \(did you mean 0\.[59]\?\)"):
         plan(table(), Asked(rows=("0.8",)))
     with pytest.raises(UserError, match=r"train\.epochs = 0"):

@@ -140,6 +140,11 @@ def test_what_is_missing_is_run_and_drawn_and_nothing_twice() -> None:
     assert (cells()["0.9"][3], cells()["0.5"][3]) == ("2", "one")
 
 
+def test_records_that_cannot_be_written_are_told_before_the_training() -> None:
+    assert_refused(run("--records", "fast.yaml/records.jsonl"), "could not write fast.yaml/")
+    assert not Path("out/runs").exists()
+
+
 def test_tables_share_the_runs_they_have_in_common() -> None:
     assert_done(run("--row", "0.9"))
     rows = [{"name": "default", "settings": "bank_length=64"}, {"name": "2", "settings": "batch=8"}]
@@ -177,7 +182,7 @@ def test_an_interrupted_run_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch
     assert outcome.status == TRY_AGAIN
     assert "stopped by SIGTERM after step 4 of 6; everything is saved" in outcome.stderr
     assert "Go on with: xmoco tables run two.yaml --out out --epochs 2" in outcome.stderr
-    assert not Path("out/records.jsonl").exists()
+    assert records() == []
     steps: list[int] = []
     with monkeypatch.context() as patch:
         patch.setattr(running._Shown, "on_step", lambda _, step: steps.append(step))

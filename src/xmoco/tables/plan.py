@@ -46,7 +46,7 @@ class Planned:
 def plan(table: Table, asked: Asked) -> list[Planned]:
     """All trials, every row's first seed before any row's second. Mistakes are told now."""
     rows = _chosen(table, asked)
-    seeds = {row.name: asked.seeds or tuple(row.seeds or table.seeds) for row in rows}
+    seeds = {row.name: list(dict.fromkeys(asked.seeds or row.seeds or table.seeds)) for row in rows}
     planned = [
         Planned(row, _trial(table, row, asked, seeds[row.name][turn]))
         for turn in range(max(map(len, seeds.values())))

@@ -148,6 +148,7 @@ def run_missing(job: Job, console: Console, live: bool = True) -> Course:
             continue
         if bench is None:  # images are decoded once, and only if somebody needs them
             bench = _bench(one.trial.config, job.asked, console)
+            append_records(job.records, ())  # who cannot write there learns it before the training
         with _claimed(job, one.trial) as run:
             if run is None:
                 course.elsewhere.append(one.label)
