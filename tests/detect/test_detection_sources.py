@@ -173,6 +173,9 @@ def test_yolo(tmp_path: Path) -> None:
     assert train.objects.labels.tolist() == [1, 0]
     assert train.objects.masks is None, "not every object has one"
     assert told(val) == [(0, "cat", [0, 0, 20, 10])]
+    by_yaml, _ = open_detection(tmp_path / "data.yaml")
+    assert told(by_yaml) == told(train)
+    assert by_yaml.name == train.name
 
 
 def test_yolo_polygons_and_other_layouts(tmp_path: Path) -> None:
@@ -361,6 +364,18 @@ MISTAKES: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "YOLO without validation": (changed(yolo, "data.yaml", "val: images/val", ""), "has no val"),
     "YOLO without classes": (changed(yolo, "data.yaml", "{0: cat, 1: dog}", "[]"), "no classes"),
+    "YOLO's number of classes": (
+        changed(yolo, "data.yaml", "names:", "nc: 3\nnames:"),
+        "data.yaml has nc: 3, but names 2 classes",
+    ),
+    "YOLO's boxes in pixels": (
+        lambda path: yolo(path, "1 40 50 4 6"),
+        r"learn from: no box has an area inside its image, as that of line 1 of .*\.txt",
+    ),
+    "a yaml file of others": (
+        lambda path: changed(yolo, "data.yaml", "names:", "classes:")(path) / "data.yaml",
+        "data.yaml is no yaml file of YOLO, with names, train and val",
+    ),
     "YOLO's gap": (
         changed(yolo, "data.yaml", "1: dog", "2: dog"),
         "must number its classes 0, 1, 2",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import xmoco
 from helpers import assert_done, assert_refused, run_cli
 from xmoco.detect import finding
-from xmoco.detect.detector_files import DetectorCard
+from xmoco.detect.detector_files import DetectorCard, save_detector
 from xmoco.detect.drawing import drawn, enlarged
 from xmoco.detect.evaluation import verdicts
 from xmoco.detect.masks import bitmap_of_runs
@@ -137,6 +137,21 @@ def test_mistakes_of_finding(picture: Path, tmp_path: Path) -> None:
 def test_weights_of_a_backbone_find_nothing(picture: Path, tmp_path: Path) -> None:
     outcome = run_cli("detect", tmp_path, picture, "--out", tmp_path / "out")
     assert_refused(outcome, "no detector at", "xmoco evaluate detect")
+
+
+def test_the_backbone_of_a_detector_serves_again(tmp_path: Path) -> None:
+    grey = (0.5, 0.5, 0.5)
+    card = DetectorCard(
+        *("retinanet-fpn", "tiny", "imagenet", ("cat",), 64, grey, grey, "xmoco"),
+        *("1x", "street", 0),
+    )
+    detector = card.built()
+    save_detector(detector, card, tmp_path / "detector.safetensors")
+    (tmp_path / "config.yaml").touch()  # a run folder's
+    state, body = xmoco.load_backbone(tmp_path).state_dict(), "backbone.body."
+    known = detector.state_dict()
+    assert state.keys() == {k.removeprefix(body) for k in known if k.startswith(body)}
+    assert all(torch.equal(value, known[f"{body}{name}"]) for name, value in state.items())
 
 
 def test_what_is_drawn() -> None:

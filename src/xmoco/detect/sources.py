@@ -1,4 +1,5 @@
-"""Where images with boxes come from: a folder or an archive in COCO's, VOC's or YOLO's layout."""
+"""Where images with boxes come from: a folder or an archive in COCO's, VOC's or YOLO's layout, or
+YOLO's yaml file."""
 
 from pathlib import Path, PurePosixPath
 
@@ -8,7 +9,7 @@ from xmoco.data.trees import FolderTree, Tree, open_tar
 from xmoco.detect.coco_json import read_coco
 from xmoco.detect.objects import DetectionSet, some_of
 from xmoco.detect.voc_xml import read_voc, voc_years
-from xmoco.detect.yolo_text import read_yolo, yolo_file
+from xmoco.detect.yolo_text import describes_yolo, read_yolo, yolo_file
 from xmoco.errors import UserError
 from xmoco.text import printable
 
@@ -21,11 +22,18 @@ def open_detection(
     ``short_side``: images whose shorter side is longer than this are shrunk to it when decoded.
     """
     path = existing_path(str(source))
-    tree: Tree = FolderTree(path) if path.is_dir() else open_tar(path)
-    kind = "folder" if path.is_dir() else "archive"
-    train, test = _read(tree, f"{kind} {printable(path.resolve().name)}", str(source), short_side)
+    if path.is_file() and path.suffix.lower() in (".yaml", ".yml"):
+        train, test = _read_yaml(path, short_side)
+    else:
+        tree: Tree = FolderTree(path) if path.is_dir() else open_tar(path)
+        kind = "folder" if path.is_dir() else "archive"
+        name = f"{kind} {printable(path.resolve().name)}"
+        train, test = _read(tree, name, str(source), short_side)
     if len(train.to_learn_from()) == 0:
-        raise UserError(f"{train.name} has no image with an object to learn from.")
+        why = ""
+        if train.dropped:
+            why = f": no box has an area inside its image, as that of {train.dropped[0]}"
+        raise UserError(f"{train.name} has no image with an object to learn from{why}.")
     if len(test) == 0 or test.objects.ignored.all():
         raise UserError(f"{test.name} has no objects that a detector could be judged by.")
     return train, test
@@ -46,6 +54,15 @@ def _read(
     return train, test
 
 
+def _read_yaml(path: Path, short_side: int | None) -> tuple[DetectionSet, DetectionSet]:
+    tree, folder = FolderTree(path.parent), path.resolve().parent.name
+    if not describes_yolo(tree, path.name):
+        raise UserError(
+            f"{printable(str(path))} is no yaml file of YOLO, with names, train and val."
+        )
+    return read_yolo(tree, path.name, f"folder {printable(folder)}", short_side)
+
+
 def _coco_files(tree: Tree, source: str) -> tuple[str, str]:
     """The files of training and of validation, told by their names or their folders'."""
     files = tree.files(("json",))
@@ -58,7 +75,7 @@ def _coco_files(tree: Tree, source: str) -> tuple[str, str]:
         raise UserError(
             f"{printable(source)} holds no annotations that are known: neither COCO's json "
             "(instances_train.json and instances_val.json), nor PASCAL VOC's folders, nor a yaml "
-            "file of YOLO."
+            "file of YOLO, with names, train and val."
         )
     for part, found in (("training", train), ("validation", test)):
         if not found:

@@ -27,10 +27,13 @@ TEST_KEYS = ("val", "valid", "test")
 def yolo_file(tree: Tree) -> str | None:
     """The yaml file that describes a set for YOLO, if there is one."""
     for path in sorted(tree.files(("yaml", "yml")), key=lambda path: (path.count("/"), path)):
-        content = _yaml(tree, path)
-        if "names" in content and "train" in content:
+        if describes_yolo(tree, path):
             return path
     return None
+
+
+def describes_yolo(tree: Tree, path: str) -> bool:
+    return {"names", "train"} <= _yaml(tree, path).keys()
 
 
 def read_yolo(
@@ -43,6 +46,8 @@ def read_yolo(
         raise UserError(f"{where} names no classes.")
     if isinstance(names, dict) and [*names] != list(range(len(names))):
         raise UserError(f"{where} must number its classes 0, 1, 2 …, and has {[*names]}.")
+    if content.get("nc", len(classes)) != len(classes):
+        raise UserError(f"{where} has nc: {content['nc']}, but names {len(classes)} classes.")
     test_key = next((key for key in TEST_KEYS if content.get(key)), None)
     if test_key is None:
         raise UserError(f"{where} has no val: images that a detector is judged by.")

@@ -269,6 +269,9 @@ def _weights_file(weights: str | Path) -> tuple[Path, list[str]]:
 def _file_of_run(run: Path) -> tuple[Path, list[str]]:
     """The weights of a finished run, the last whole checkpoint of any other."""
     path = run / "backbone.safetensors"
+    detector = run / "detector.safetensors"  # of which the backbone is a part
+    if not path.is_file() and detector.is_file():
+        return detector, []
     if path.is_file() or not (run / "config.yaml").is_file():
         return path, []
     checkpoint, notes = Checkpoints(run / "checkpoints").newest_whole()
