@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from helpers import assert_done, assert_refused, make_images, run_cli
+from helpers import assert_done, assert_refused, make_images, no_pictures, run_cli
 from xmoco.config import Config
 from xmoco.errors import UserError
 from xmoco.planning import show_plan
@@ -81,13 +81,15 @@ def test_a_run_by_auto_keeps_what_was_chosen(tmp_path: Path, monkeypatch: Any) -
     monkeypatch.chdir(tmp_path)
     images = make_images(tmp_path / "photos", each=20)
     arguments = ["pretrain", "--data", str(images), "--out", "run", "device=cpu", "epochs=1"]
-    outcome = run_cli(*arguments)
+    with no_pictures():
+        outcome = run_cli(*arguments)
     assert_done(outcome)
     assert "recipe auto: begins with" in outcome.stdout
     settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert settings["model"]["backbone"] == "tiny"
     assert settings["train"]["epochs"] == 1
-    again = run_cli("pretrain", "--resume", "--out", "run")
+    with no_pictures():
+        again = run_cli("pretrain", "--resume", "--out", "run")
     assert_done(again)
     assert "this run is complete" in again.stdout
 
