@@ -465,6 +465,7 @@ def test_one_unreadable_image_in_a_hundred_is_named_and_replaced(
         assert "warning: 1 image could not be read" in outcome.stdout
 
 
+@pytest.mark.usefixtures("quick")
 def test_what_is_not_in_the_paper_has_another_name(tmp_path: Path) -> None:
     """Lest its figures be taken for the paper's: in records, weights and the report."""
     few = make_images(tmp_path / "few")

@@ -3,19 +3,28 @@
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from helpers import assert_done, assert_refused, fingerprint, make_images, run_cli, write_recipe
+from helpers import (
+    assert_done,
+    assert_refused,
+    fingerprint,
+    make_images,
+    no_pictures,
+    run_cli,
+    write_recipe,
+)
 
 
 @pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("xmoco.pretraining.write_report", lambda run, **_: run / "report.html")
     make_images(tmp_path / "images")
-    return write_recipe(tmp_path / "fast.yaml", tmp_path / "images")
+    with no_pictures():
+        yield write_recipe(tmp_path / "fast.yaml", tmp_path / "images")
 
 
 @pytest.fixture
