@@ -258,6 +258,10 @@ def _plan(config: Config, steps_per_epoch: int) -> Plan:
             f"lower batch ({train.batch} now) or size ({config.input.size} now), or raise "
             f"accumulate ({train.accumulate} now), which splits a batch into parts"
         ),
+        to_converge=(
+            "leave such steps out with --skip-bad-steps; or lower the learning rate, raise a "
+            "temperature or take precision=fp32"
+        ),
     )
 
 

@@ -79,6 +79,8 @@ class Plan:
     skip_bad_steps: bool = False
     to_save_memory: str = "take smaller batches or smaller images"
     """What to do where memory is short."""
+    to_converge: str = "lower the learning rate"
+    """What to do where a loss is no number."""
 
 
 @dataclass
@@ -389,8 +391,7 @@ class Training:
 
     def _diverged(self, what: str) -> "DivergedError":
         return DivergedError(
-            f"{what}; {self._last_good()}. Lower the learning rate, raise a temperature, or use "
-            "precision=fp32, and start again; or leave such steps out, with --skip-bad-steps."
+            f"{what}; {self._last_good()}: {self.plan.to_converge}, and start again."
         )
 
     def _last_good(self) -> str:
