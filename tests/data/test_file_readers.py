@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from xmoco.data.file_readers import FileReaders
-from xmoco.data.file_server import Place, read_file
+from xmoco.data.file_server import OpenShards, Place, read_file
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="threads read there")
 
@@ -162,3 +162,19 @@ def test_processes_end_when_closed(tmp_path: Path) -> None:
     assert reader._process.poll() is None
     readers.close()
     assert reader._process.returncode == 0
+
+
+def test_shards_stay_open_but_not_all(tmp_path: Path) -> None:
+    paths = write(tmp_path, [bytes([number]) * 4 for number in range(5)])
+    shards, before = OpenShards(most=2), len(os.listdir("/proc/self/fd"))
+    for number in (0, 1, 0, 2, 3, 4, 0):
+        assert shards.read(Place(paths[number], 1, 2)) == bytes([number]) * 2
+    assert len(os.listdir("/proc/self/fd")) == before + 2
+    Path(paths[0]).unlink()  # it is open, and what was indexed is still there
+    assert shards.read(Place(paths[0], 0, 1)) == b"\0"
+    with pytest.raises(FileNotFoundError):
+        shards.read(Place(paths[0]))
+    Path(paths[4]).write_bytes(b"")
+    with pytest.raises(OSError, match="No data") as raised:
+        shards.read(Place(paths[4], 0, 1))
+    assert raised.value.errno == errno.ENODATA

@@ -59,22 +59,45 @@ def read_file(path: str | bytes | os.PathLike[str], largest: int = LARGEST_FILE)
 
 def read_place(place: Place, largest: int = LARGEST_FILE) -> bytes:
     """The bytes of a file, or of a part of one, by three calls of the system."""
-    path, offset, length = place
-    if length == WHOLE:
-        return read_file(path, largest)
-    if length > largest:
-        raise _error(errno.EFBIG, path)
-    descriptor = os.open(path, _FLAGS)
+    if place.length == WHOLE:
+        return read_file(place.path, largest)
+    descriptor = os.open(place.path, _FLAGS)
     try:
-        content = os.pread(descriptor, length, offset)
-        while len(content) < length:
-            more = os.pread(descriptor, length - len(content), offset + len(content))
-            if not more:  # the file is shorter than it was
-                raise _error(errno.ENODATA, path)
-            content += more
-        return content
+        return _read_part(descriptor, place, largest)
     finally:
         os.close(descriptor)
+
+
+def _read_part(descriptor: int, place: Place, largest: int) -> bytes:
+    path, offset, length = place
+    if length > largest:
+        raise _error(errno.EFBIG, path)
+    content = os.pread(descriptor, length, offset)
+    while len(content) < length:
+        more = os.pread(descriptor, length - len(content), offset + len(content))
+        if not more:  # the file is shorter than it was
+            raise _error(errno.ENODATA, path)
+        content += more
+    return content
+
+
+class OpenShards:
+    """Files of which parts are read stay open, the last ones: others of their parts will be."""
+
+    def __init__(self, most: int = 64) -> None:
+        self._most = most
+        self._descriptors: dict[str, int] = {}
+
+    def read(self, place: Place, largest: int = LARGEST_FILE) -> bytes:
+        if place.length == WHOLE:
+            return read_file(place.path, largest)
+        descriptor = self._descriptors.pop(place.path, None)
+        if descriptor is None:
+            if len(self._descriptors) == self._most:
+                os.close(self._descriptors.pop(next(iter(self._descriptors))))
+            descriptor = os.open(place.path, _FLAGS)
+        self._descriptors[place.path] = descriptor  # the last to be closed
+        return _read_part(descriptor, place, largest)
 
 
 def _error(number: int, path: str | bytes | os.PathLike[str]) -> OSError:
@@ -116,12 +139,13 @@ def received(connection: socket.socket, length: int) -> bytearray:
 
 
 def serve(connection: socket.socket) -> None:
+    shards = OpenShards()
     while len(length := received(connection, 8)) == 8:
         places = bytes(received(connection, *unpacked(length))).split(b"\0")
         lengths, contents, room = [], [], LARGEST_ANSWER
         for place in places:
             try:
-                contents.append(read_place(_parsed(place), min(LARGEST_FILE, room)))
+                contents.append(shards.read(_parsed(place), min(LARGEST_FILE, room)))
                 lengths.append(len(contents[-1]))
                 room -= lengths[-1]
             except OSError as error:

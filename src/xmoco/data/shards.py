@@ -12,10 +12,12 @@ import re
 import subprocess
 import sys
 import tempfile
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from itertools import accumulate
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, cast
@@ -60,16 +62,16 @@ class ShardImages(ImageSet):
         self._store = store
         self._index = index
         self._stretches = [stretch for stretch in images if stretch]
-        self._ends = np.cumsum([len(stretch) for stretch in self._stretches])
+        self._ends = list(accumulate(len(stretch) for stretch in self._stretches))
         self._short_side = short_side
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return self._ends[-1] if self._ends else 0
 
     def _number(self, position: int) -> int:
         """In the index."""
-        stretch = int(self._ends.searchsorted(position, side="right"))
-        before = int(self._ends[stretch - 1]) if stretch else 0
+        stretch = bisect_right(self._ends, position)
+        before = self._ends[stretch - 1] if stretch else 0
         return self._stretches[stretch][position - before]
 
     def read(self, index: int) -> Tensor:
