@@ -12,6 +12,8 @@ lies in the archive, are refused.
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from xmoco.data.names import visible_path
+
 BLOCK = 512
 LONGEST_NAME = 2**15
 """Bytes. Linux's longest path has 4,096."""
@@ -37,6 +39,21 @@ class Member(NamedTuple):
     size: int
     link: str | None = None
     """The name of the earlier file, whose content this is."""
+
+
+def visible_files(read: Callable[[int, int], bytes], length: int) -> Iterator[tuple[str, int, int]]:
+    """Path, offset and size of every file that is not hidden; a link is the file it leads to."""
+    places: dict[str, tuple[int, int]] = {}
+    for name, offset, size, link in members(read, length):
+        if link is None:
+            places[name] = offset, size
+        elif link in places:
+            places[name] = places[link]
+        else:
+            continue
+        path = visible_path(name)
+        if path is not None:
+            yield path, *places[name]
 
 
 def members(read: Callable[[int, int], bytes], length: int) -> Iterator[Member]:

@@ -13,8 +13,8 @@ from array import array
 from collections.abc import Callable
 from typing import IO, NamedTuple, TypeAlias
 
-from xmoco.data.names import IMAGE_EXTENSIONS, LABEL_ENDING, ends_in, sample_of, visible_path
-from xmoco.data.tar_members import DamagedArchive, members
+from xmoco.data.names import IMAGE_EXTENSIONS, LABEL_ENDING, ends_in, sample_of
+from xmoco.data.tar_members import DamagedArchive, visible_files
 
 Numbers: TypeAlias = "array[int]"
 Labels: TypeAlias = tuple[list[str], Numbers]
@@ -41,23 +41,13 @@ class Scanned(NamedTuple):
 
 def scan_tar(read: Callable[[int, int], bytes], length: int) -> Scanned:
     """Raises ``DamagedArchive`` or an ``OSError``."""
-    places: dict[str, tuple[int, int]] = {}
     images: dict[str, tuple[int, int]] = {}
     told: dict[str, str] = {}
-    for name, offset, size, link in members(read, length):
-        if link is None:
-            places[name] = offset, size
-        elif link in places:
-            places[name] = places[link]
-        else:
-            continue
-        path = visible_path(name)
-        if path is None:
-            continue
+    for path, offset, size in visible_files(read, length):
         if ends_in(path, IMAGE_EXTENSIONS):
-            images[path] = places[name]
+            images[path] = offset, size
         elif ends_in(path, (LABEL_ENDING,)) and size <= LONGEST_LABEL:
-            text = read(*places[name]).decode("utf-8", "replace").strip()
+            text = read(offset, size).decode("utf-8", "replace").strip()
             if text:
                 told[sample_of(path)] = text
     encoded = [path.encode("utf-8", "surrogateescape") for path in images]

@@ -18,8 +18,8 @@ from weakref import WeakValueDictionary, finalize
 
 from xmoco.data.file_server import LARGEST_FILE, Place, read_file
 from xmoco.data.listing import once_per_machine
-from xmoco.data.names import IMAGE_EXTENSIONS, ends_in, is_visible, visible_path
-from xmoco.data.tar_members import DamagedArchive, members
+from xmoco.data.names import IMAGE_EXTENSIONS, ends_in, is_visible
+from xmoco.data.tar_members import DamagedArchive, visible_files
 from xmoco.errors import UserError
 from xmoco.text import printable
 
@@ -245,19 +245,7 @@ def _decompressed(file: BinaryIO, mark: bytes) -> bytearray:
 
 def _places(take: Callable[[int, int], bytes], length: int) -> dict[str, tuple[int, int]]:
     """Where the visible files of an uncompressed archive lie: offset and size by path."""
-    places: dict[str, tuple[int, int]] = {}
-    names: dict[str, tuple[int, int]] = {}
-    for name, offset, size, link in members(take, length):
-        if link is None:
-            names[name] = offset, size
-        elif link in names:
-            names[name] = names[link]
-        else:
-            continue
-        path = visible_path(name)
-        if path is not None:
-            places[path] = names[name]
-    return places
+    return {path: (offset, size) for path, offset, size in visible_files(take, length)}
 
 
 def _is_entry_visible(entry: os.DirEntry[str]) -> bool:
