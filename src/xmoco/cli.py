@@ -70,8 +70,9 @@ def pretrain(
     data: Annotated[
         str | None,
         typer.Option(
-            help="Images: a folder of any depth, a .tar, .tar.gz or .tar.xz, `patterns` "
-            "(embedded), or `torchvision:NAME`. Default: the recipe's; `auto` has none."
+            help="Images: a folder of any depth, a .tar, .tar.gz or .tar.xz, tar or Parquet shards "
+            "(a folder, `'name-{000..127}.tar'`, `s3://…`), `patterns` (embedded), or "
+            "`torchvision:NAME`. Default: the recipe's; `auto` has none."
         ),
     ] = None,
     out: Annotated[
