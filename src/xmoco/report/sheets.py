@@ -4,19 +4,28 @@ Pictures are uint8 tensors of shape (3, height, width); sheets are PNG files as 
 transparent paper, with writing in a grey that reads on light and dark pages alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.patches import Rectangle
+from matplotlib.typing import LineStyleType
 from torch import Tensor
 
 from xmoco.report.curves import to_png
 
 INK = "#7b8087"
-# Right and wrong differ in colour (safe for colour-blind readers), in mark and in the frame's line.
 RIGHT, WRONG = "#0f8fd0", "#e07b1a"
-CELL = 1.15  # inches
+VERDICTS: Mapping[bool, tuple[str, str, LineStyleType]] = {
+    True: ("✓", RIGHT, "-"),
+    False: ("✗", WRONG, (0, (1, 1.5))),
+}
+"""Right and wrong differ in mark, in colour (safe for colour-blind readers) and in the frame's
+line."""
+CELL = 1.15  # inches, of which a picture leaves a gap
+GAP = 0.09
+MARGIN = 0.3  # left of the pictures or above them, for titles
 LARGE_CELL = 3.6
 
 
@@ -24,13 +33,13 @@ def views_sheet(names: Sequence[str], columns: Sequence[Sequence[Tensor]]) -> by
     """One column per image: the original on top, its views of these names below."""
     if not columns:
         raise ValueError("a sheet of views needs at least one image")
-    cells = _cells(rows=1 + len(names), columns=len(columns), caption=0.0)
+    sheet = _Sheet(rows=1 + len(names), columns=len(columns))
     for column, pictures in enumerate(columns):
         for row, picture in enumerate(pictures):
-            _show(cells[row][column], picture)
-    for line, title in zip(cells, ("original", *names), strict=True):
-        line[0].set_ylabel(title, color=INK, fontsize=9)
-    return to_png(_figure_of(cells))
+            sheet.show(row, column, picture)
+    for row, title in enumerate(("original", *names)):
+        sheet.name_row(row, title)
+    return to_png(sheet.figure)
 
 
 def neighbours_sheet(
@@ -54,25 +63,26 @@ def neighbours_sheet(
             f"{len(queries)} queries, neighbours {tuple(neighbours.shape[:2])} and similarities "
             f"{tuple(similarities.shape)} do not belong together"
         )
-    cells = _cells(rows=count, columns=1 + nearest, caption=0.25)
-    cells[0][0].set_title("query", color=INK, fontsize=9)
+    sheet = _Sheet(rows=count, columns=1 + nearest, heading=MARGIN, caption=0.2)
+    sheet.name_column(0, "query")
     for row in range(count):
-        _show(cells[row][0], queries[row])
+        sheet.show(row, 0, queries[row])
         if query_labels is not None and classes is not None:
-            _caption(cells[row][0], _short(classes[int(query_labels[row])]), INK)
+            sheet.caption(row, 0, _short(classes[int(query_labels[row])]))
         for rank in range(nearest):
-            axes = cells[row][1 + rank]
-            _show(axes, neighbours[row, rank])
+            picture = sheet.show(row, 1 + rank, neighbours[row, rank])
             caption = form.format(float(similarities[row, rank]))
             if query_labels is None or neighbour_labels is None:
-                _caption(axes, caption, INK)
+                sheet.caption(row, 1 + rank, caption)
             else:
                 label = int(neighbour_labels[row, rank])
                 right = label == int(query_labels[row])
                 if classes is not None and not right:
                     caption += " " + _short(classes[label])
-                _judge(axes, right, caption)
-    return to_png(_figure_of(cells))
+                mark, colour, line = VERDICTS[right]
+                sheet.caption(row, 1 + rank, f"{mark} {caption}", colour)
+                sheet.frame(picture, colour, line)
+    return to_png(sheet.figure)
 
 
 def pictures_sheet(pictures: Sequence[Tensor], columns: int = 2) -> bytes:
@@ -93,39 +103,70 @@ def _short(name: str) -> str:
     return name if len(name) <= 12 else name[:11] + "…"
 
 
-def _caption(axes: Axes, text: str, colour: str) -> None:
-    axes.set_xlabel(text, color=colour, fontsize=8, parse_math=False)  # names may hold dollar signs
+class _Sheet:
+    """A grid of pictures, with room for a heading and for captions of these heights in inches.
 
+    All are drawn on one pair of axes, whose unit is the inch: as many axes as pictures would take
+    a second and more to lay out.
+    """
 
-def _judge(axes: Axes, right: bool, caption: str) -> None:
-    colour = RIGHT if right else WRONG
-    _caption(axes, f"{'✓' if right else '✗'} {caption}", colour)
-    for spine in axes.spines.values():
-        spine.set(
-            visible=True, color=colour, linewidth=2.5, linestyle="-" if right else (0, (1, 1.5))
+    def __init__(
+        self, rows: int, columns: int, heading: float = 0.0, caption: float = 0.0
+    ) -> None:
+        self.heading, self.row_height = heading, CELL + caption
+        width, height = MARGIN + CELL * columns, heading + self.row_height * rows
+        self.figure = Figure(figsize=(width, height), facecolor="none")
+        FigureCanvasAgg(self.figure)
+        self.axes = self.figure.add_axes((0, 0, 1, 1))
+        self.axes.set_axis_off()
+        self.axes.set(xlim=(0, width), ylim=(height, 0))
+
+    def show(self, row: int, column: int, picture: Tensor) -> AxesImage:
+        """As large as its cell allows, in the middle of it."""
+        height, width = picture.shape[-2:]
+        x, y = self._middle(row, column)
+        inches = (CELL - GAP) / 2 / max(height, width)
+        wide, high = inches * width, inches * height
+        return self.axes.imshow(
+            picture.permute(1, 2, 0).cpu().numpy(),
+            extent=(x - wide, x + wide, y + high, y - high),
+            aspect="auto",
+            # Small pictures keep their pixels; large ones are shrunk, which needs smoothing.
+            interpolation="nearest" if max(height, width) <= 128 else "antialiased",
         )
 
+    def name_row(self, row: int, title: str) -> None:
+        _, y = self._middle(row, 0)
+        self._write(MARGIN / 2, y, title, INK, 9, rotation=90)
 
-def _cells(rows: int, columns: int, caption: float) -> list[list[Axes]]:
-    """A grid of empty cells, each with room for a caption of this height in inches below it."""
-    size = (CELL * columns + 0.3, (CELL + caption) * rows + 0.3)
-    figure = Figure(figsize=size, layout="constrained", facecolor="none")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(rows, columns, squeeze=False)
-    return [[grid[row, column] for column in range(columns)] for row in range(rows)]
+    def name_column(self, column: int, title: str) -> None:
+        x, _ = self._middle(0, column)
+        self._write(x, self.heading / 2, title, INK, 9)
 
+    def caption(self, row: int, column: int, text: str, colour: str = INK) -> None:
+        x, y = self._middle(row, column)
+        self._write(x, y + CELL / 2 + 0.05, text, colour, 8)
 
-def _show(axes: Axes, picture: Tensor) -> None:
-    height, width = picture.shape[-2:]
-    # Small pictures keep their pixels; large ones are shrunk, which needs smoothing.
-    interpolation = "nearest" if max(height, width) <= 128 else "antialiased"
-    axes.imshow(picture.permute(1, 2, 0).cpu().numpy(), interpolation=interpolation)
-    axes.set(xticks=[], yticks=[])
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    def frame(self, picture: AxesImage, colour: str, line: LineStyleType) -> None:
+        left, right, bottom, top = picture.get_extent()
+        frame = Rectangle((left, top), right - left, bottom - top, fill=False)
+        frame.set(edgecolor=colour, linestyle=line, linewidth=2.5)
+        self.axes.add_patch(frame)
 
+    def _middle(self, row: int, column: int) -> tuple[float, float]:
+        return MARGIN + CELL * (column + 0.5), self.heading + self.row_height * row + CELL / 2
 
-def _figure_of(cells: list[list[Axes]]) -> Figure:
-    figure = cells[0][0].figure
-    assert isinstance(figure, Figure)
-    return figure
+    def _write(
+        self, x: float, y: float, text: str, colour: str, size: float, rotation: float = 0
+    ) -> None:
+        self.axes.text(
+            x,
+            y,
+            text,
+            color=colour,
+            fontsize=size,
+            rotation=rotation,
+            ha="center",
+            va="center",
+            parse_math=False,  # names may hold dollar signs
+        )
