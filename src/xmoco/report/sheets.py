@@ -110,9 +110,7 @@ class _Sheet:
     a second and more to lay out.
     """
 
-    def __init__(
-        self, rows: int, columns: int, heading: float = 0.0, caption: float = 0.0
-    ) -> None:
+    def __init__(self, rows: int, columns: int, heading: float = 0.0, caption: float = 0.0) -> None:
         self.heading, self.row_height = heading, CELL + caption
         width, height = MARGIN + CELL * columns, heading + self.row_height * rows
         self.figure = Figure(figsize=(width, height), facecolor="none")
