@@ -9,17 +9,21 @@ An entry is a name and changes to the recipe. Images are decoded once for all ru
 shows the mean over seeds, the deviation and how many seeds there were.
 
 With ``--held-out`` the test images are not looked at: a share of the training images is held out by
-a fixed rule, and judged in their place. That is how settings are to be chosen. Runs that have their
-records already are not trained again, so that a call that was interrupted goes on.
+a fixed rule, and judged in their place. That is how settings are to be chosen. With ``--watch 20``
+they are judged every 20 epochs as well, by kNN, which goes into the records with the loss of that
+time: it shows whether longer training helps, and what becomes of it if it does not. Runs that have
+their records already are not trained again, so that a call that was interrupted goes on.
 """
 
 import argparse
+import math
 import statistics
 import tempfile
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 from rich.table import Table
@@ -27,12 +31,13 @@ from rich.table import Table
 from recipe import RESULTS
 from tune import digest
 from xmoco.config import Config
+from xmoco.methods import Method
 from xmoco.records import Record, append_records
 from xmoco.settings import load_config
 from xmoco.tables.bench import Bench, Images, Kept, Trial, known_records, split_facts
 from xmoco.tables.columns import COLUMNS
 from xmoco.train.engine import build_fabric
-from xmoco.train.loop import DivergedError
+from xmoco.train.loop import Callback, DivergedError, Training
 from xmoco.train.run_folder import RunFolder
 
 
@@ -80,10 +85,13 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, help="where not the recipe's")
     parser.add_argument("--held-out", action="store_true", help="do not look at the test images")
     parser.add_argument("--share", type=float, default=0.2, help="that is held out")
+    parser.add_argument("--watch", type=int, metavar="EPOCHS", help="also judge every so often")
     parser.add_argument("--linear", action="store_true", help="also a linear classifier (slow)")
     parser.add_argument("--runs", type=Path, help="keep runs here, so that one goes on if stopped")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_intermixed_args()
+    if options.watch and not options.held_out:
+        parser.error("--watch needs --held-out: test images are looked at once.")
 
     trials = [  # a mistake is told before anything is trained
         (entry, entry.trial(options, seed)) for seed in options.seeds for entry in options.entries
@@ -113,6 +121,7 @@ def attempt(
     linear = options.linear and trial.seed == options.seeds[-1]
     names = ["knn20", "knn200", *(["linear"] if linear else []), "logistic"]
     input = trial.config.input
+    curve = Curve(bench, trial.config, options.watch)
     try:
         with tempfile.TemporaryDirectory() as folder:
             found = bench.attempt(
@@ -120,15 +129,44 @@ def attempt(
                 [COLUMNS[name] for name in names],
                 RunFolder(kept_run(options, trial) or Path(folder)),
                 sizes=sorted({input.size, input.central_size}),
+                watch=curve.of,
             )
     except DivergedError as error:
         print(f"{entry.name}, seed {trial.seed}: {error}", flush=True)
         return
     settings = trial.config.model_dump(mode="json", exclude={"run", "data", "monitor"})
     found[-1].protocol["settings"] = settings
+    if curve.points:
+        found[0].protocol["curve"] = curve.points
     append_records(path, found)
     values = ", ".join(f"{label(record)} {record.value:.2f}" for record in found)
     print(f"{entry.name} [{entry.changes}] seed {trial.seed}: {values}", flush=True)
+
+
+class Curve(Callback):
+    """What a run is worth as it goes: kNN (k 20) every so many epochs, and the last mean losses."""
+
+    def __init__(self, bench: Bench, config: Config, every: int | None) -> None:
+        self.bench, self.config, self.every = bench, config, every
+        self.points: list[dict[str, float]] = []
+        self.values: Mapping[str, float] = {}
+
+    def of(self, training: Training) -> Self:
+        assert isinstance(training.task, Method)
+        self.backbone = training.task.encoder.backbone
+        return self
+
+    def on_values(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
+        self.values = {"step": step, "epoch": epoch, **values}
+
+    def on_epoch(self, epoch: int, step: int) -> None:
+        if self.every and epoch % self.every == 0:
+            knn = self.bench.knn(self.backbone, self.config.input, k=20)
+            now = {**self.values, "step": step, "epoch": epoch, "knn": knn}
+            self.points.append({name: round(value, 4) for name, value in now.items()})
+            print(
+                f"  epoch {epoch}: kNN {knn:.2f}, loss {now.get('loss', math.nan):.3f}", flush=True
+            )
 
 
 def kept_run(options: argparse.Namespace, trial: Trial) -> Path | None:

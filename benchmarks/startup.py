@@ -10,6 +10,7 @@ after its last: the program, the images, the network, kNN, the first steps, weig
 import argparse
 import functools
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -58,7 +59,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         spans = Path(folder) / "spans.json"
         for _ in range(2):
-            subprocess.run([sys.executable, *sys.argv, "--spans", str(spans)], check=True)
+            # An installed program has its bytecode: the first run writes it, whatever is set here.
+            environment = os.environ | {"PYTHONDONTWRITEBYTECODE": ""}
+            command = [sys.executable, *sys.argv, "--spans", str(spans)]
+            subprocess.run(command, check=True, env=environment)
         found = json.loads(spans.read_text(encoding="utf-8"))
     protocol = {"recipe": options.recipe, "changes": " ".join(options.settings), "rounds": 1}
     records = [

@@ -21,6 +21,7 @@ these features: their logistic regressions tell little.
 import argparse
 import gc
 import hashlib
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,8 +87,9 @@ def check_splits(data: str) -> None:
 
 
 def digest(config: Config) -> str:
-    """Of the settings. Those at their defaults take no part: there was a time without them."""
-    text = config.model_dump_json(exclude_defaults=True)
+    """Of the settings, in whatever order. Those at their defaults take no part: there was a time
+    without them."""
+    text = json.dumps(config.model_dump(mode="json", exclude_defaults=True), sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 

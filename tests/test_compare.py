@@ -76,6 +76,18 @@ def test_trials_look_at_held_out_training_images_only(compare: Compare, tmp_path
     assert not (tmp_path / "compare-fast.jsonl").exists()
 
 
+def test_watched_runs_keep_their_course(
+    compare: Compare, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watched = compare("ours:", "--held-out", "--watch", "1")
+    (point,) = watched[0]["protocol"]["curve"]
+    assert (point["epoch"], point["knn"]) == (1, pytest.approx(watched[0]["value"], abs=1e-3))
+    assert point["step"] > 0
+    with pytest.raises(SystemExit):
+        compare("ours:", "--watch", "1")
+    assert "test images are looked at once" in capsys.readouterr().err
+
+
 def test_a_linear_classifier_for_the_last_seed(
     compare: Compare, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,6 +201,19 @@ class Bench:
             save_backbone(method.encoder.backbone, card, run.weights)
         return found
 
+    def knn(self, backbone: nn.Module, input: InputConfig, k: int) -> float:
+        """How good the backbone is by now."""
+        bank, asked = self._features(backbone, input)
+        return self._knn(bank, asked, [k])[k]
+
+    def _features(self, backbone: nn.Module, input: InputConfig) -> tuple[Features, Features]:
+        """Of the images trained on and of those judged."""
+        train, test = (
+            backbone_features(backbone, part, input, self.device)
+            for part in (self.images.train, self.images.test)
+        )
+        return train, test
+
     def _free(self) -> int:
         """Free what the last trial left on the GPU, however it ended: a recorded CUDA graph goes
         with its cycles. Gives the bytes that stay: the images."""
@@ -236,10 +249,7 @@ class Bench:
         self, backbone: nn.Module, input: InputConfig, columns: Sequence[Column], folder: Path
     ) -> Iterator[tuple[Column, float, dict[str, Any]]]:
         """How good the backbone is on the images held back, and what is particular to a column."""
-        bank, asked = (
-            backbone_features(backbone, part, input, self.device)
-            for part in (self.images.train, self.images.test)
-        )
+        bank, asked = self._features(backbone, input)
         ks = [column.k for column in columns if column.k is not None]
         neighbours = self._knn(bank, asked, ks) if ks else {}
         for column in columns:
