@@ -337,6 +337,7 @@ def test_a_recipe_for_another_optimiser_drops_what_it_lacks(tmp_path: Path) -> N
         ("temperature=.nan", "method.temperature"),
         ("learning_rate=.inf", "optim.learning_rate"),
         ("positive_mass=1.1", "method.positive_mass"),
+        ("positive_mass_end=0", "method.positive_mass_end"),
         ("head_layers=6", "model.head_layers"),
         ("backbone=resnet19", "model.backbone"),
         ("crop_scale=[0, 1]", "crop_scale"),

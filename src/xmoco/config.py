@@ -328,6 +328,13 @@ class TwoBanksConfig(BankIdeasConfig, MoCoConfig):
         description="Whose similarities labels and consistency targets are made of: `queries` as "
         "in the paper, or the momentum encoder's `keys`.",
     )
+    positive_mass_end: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Where ξ arrives at the end of training, along a half cosine; null: it stays, "
+        "as in the paper.",
+    )
 
 
 class XMoCoConfig(TwoBanksConfig):
@@ -344,7 +351,12 @@ class XMoCoConfig(TwoBanksConfig):
     @property
     def subject(self) -> str:
         """XMoCo+ with what is not in the paper, lest its figures be taken for the paper's."""
-        more = self.teacher == "keys" or self.weak_keys or self.predictor_hidden
+        more = (
+            self.teacher == "keys"
+            or self.weak_keys
+            or self.predictor_hidden
+            or self.positive_mass_end is not None
+        )
         return f"{self.name}+" if more else self.name
 
     @property

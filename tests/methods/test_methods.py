@@ -101,14 +101,15 @@ def test_build_method_passes_every_setting_on() -> None:
     assert labels.history.source.shape == (11, 11)
     assert (loss.temperature, labels.sharpness, labels.positive_mass) == (0.3, 3.0, 0.7)
     assert labels.iterations == 4
-    assert values(xmoco) == {"key_momentum": 0.5, "consistency_weight": 0.25}
+    scheduled = {"key_momentum": 0.5, "consistency_weight": 0.25, "positive_mass": 0.7}
+    assert values(xmoco) == scheduled
 
     moco = built(MoCoV2PlusConfig(bank_length=9, temperature=0.1, key_momentum=0.25))
     assert isinstance(moco, MoCoV2Plus)
     assert moco.loss.soft_labels is None
     assert moco.loss.banks.source.shape == (9, 16)
     assert moco.loss.temperature == 0.1
-    assert values(moco) == {"key_momentum": 0.25, "consistency_weight": 0.0}
+    assert values(moco) == {"key_momentum": 0.25, "consistency_weight": 0, "positive_mass": 1}
 
     simclr = built(SimCLRConfig(temperature=0.3))
     assert isinstance(simclr, SimCLR)
@@ -315,6 +316,23 @@ def test_a_rising_weight_of_consistency_reaches_the_loss() -> None:
     labels = terms["labels_source"] + terms["labels_target"]
     agreement = terms["consistency_source"] + terms["consistency_target"]
     assert_close(loss, labels + 0.125 * agreement)
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.5])
+def test_a_rising_positive_mass_reaches_the_labels(weight: float) -> None:
+    """Half way, along a half cosine, ξ is half way too; then the step is that of such a ξ."""
+    mixed = {"bank_length": 24, "label_weight": weight}
+    rising = built(XMoCoConfig(positive_mass=0.5, positive_mass_end=0.9, **mixed))
+    half_way = built(XMoCoConfig(positive_mass=0.7, **mixed))
+    assert (rising.title, half_way.title) == ("XMoCo+", "XMoCo")
+    for step in range(2):  # with a bank that has something in it
+        found, wanted = (m(two_views(step), values(m, 20)) for m in (rising, half_way))
+    assert found.terms.keys() == wanted.terms.keys()
+    for name, term in found.terms.items():
+        assert_close(term, wanted.terms[name])
+    first = rising(two_views(2), values(rising))
+    last = half_way(two_views(2), values(half_way))
+    assert not torch.isclose(first.terms["labels_source"], last.terms["labels_source"])
 
 
 def test_levels_that_losses_are_compared_with() -> None:

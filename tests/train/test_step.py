@@ -31,10 +31,12 @@ def falling(clock: Clock) -> float:
 def built(
     kind: type[Stepper], device: str, precision: str = "32-true", rate: Schedule = falling
 ) -> Stepper:
-    """Of XMoCo, whose momentum changes with the step as the rate does."""
+    """Of XMoCo, whose momentum and labels change with the step as the rate does."""
     fabric = Fabric(accelerator=device, devices=1, precision=precision)
     torch.manual_seed(0)
-    settings = XMoCoConfig(bank_length=48, key_momentum=0.5, key_momentum_end=0.99)
+    settings = XMoCoConfig(
+        bank_length=48, key_momentum=0.5, key_momentum_end=0.99, positive_mass_end=0.5
+    )
     method = build_method(Config(model=TINY_SPLIT, method=settings))
     method.optimize_for(torch.device(device))
     method.train().to(memory_format=torch.channels_last)

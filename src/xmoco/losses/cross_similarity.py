@@ -71,9 +71,15 @@ class CrossSimilarity(nn.Module):
                 contrast(k_t, k_s, P_t.bank, P_t.temperature),
             )
 
-    def labels(self, T_s: Contrast, T_t: Contrast) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Soft labels Y_s from T_s and Y_t from T_t (step 5); none where they are one-hot."""
-        return (None, None) if self.soft_labels is None else self.soft_labels(T_s, T_t, self.plain)
+    def labels(
+        self, T_s: Contrast, T_t: Contrast, positive_mass: Value | None = None
+    ) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Soft labels Y_s from T_s and Y_t from T_t (step 5); none where they are one-hot. ξ may be
+        another at every step."""
+        if self.soft_labels is None:
+            return None, None
+        Y_s, Y_t = self.soft_labels(T_s, T_t, self.plain, positive_mass)
+        return Y_s, Y_t
 
     def cross_entropies(
         self,

@@ -11,6 +11,7 @@ from xmoco.losses.contrast import Contrast
 from xmoco.losses.similarity import past_similarities
 from xmoco.losses.sinkhorn import column_scaling
 from xmoco.losses.streamed import can_stream, streamed_column_scaling
+from xmoco.schedules import Value
 
 History = Literal["queries", "probabilities", "none"]
 
@@ -56,13 +57,21 @@ class SoftLabels(nn.Module):
         self.history = None if history == "none" else SharedRing(bank_length, widths[history])
 
     @torch.no_grad()
-    def forward(self, P_s: Contrast, P_t: Contrast, plain: bool = False) -> tuple[Tensor, Tensor]:
-        """Past queries are streamed where that is possible, unless ``plain``."""
+    def forward(
+        self,
+        P_s: Contrast,
+        P_t: Contrast,
+        plain: bool = False,
+        positive_mass: Value | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Past queries are streamed where that is possible, unless ``plain``. ξ may be another at
+        every step."""
         if not plain and self.history_kind == "queries" and can_stream(P_s.queries):
             columns_s, columns_t = self._streamed(P_s, P_t)
         else:
             columns_s, columns_t = self._balanced(P_s, "source"), self._balanced(P_t, "target")
-        return self._labels(P_s.log_p, columns_s), self._labels(P_t.log_p, columns_t)
+        mass = self.positive_mass if positive_mass is None else positive_mass
+        return self._labels(P_s.log_p, columns_s, mass), self._labels(P_t.log_p, columns_t, mass)
 
     @torch.no_grad()
     def among(self, queries: Tensor, keys: Tensor, temperature: float) -> Tensor:
@@ -84,10 +93,8 @@ class SoftLabels(nn.Module):
         else:
             self.history.enqueue(P_s.log_p[:, 1:], P_t.log_p[:, 1:])
 
-    def _labels(self, log_p: Tensor, columns: Tensor) -> Tensor:
-        return balanced_labels(
-            log_p, columns, positive_mass=self.positive_mass, sharpness=self.sharpness
-        )
+    def _labels(self, log_p: Tensor, columns: Tensor, mass: Value) -> Tensor:
+        return balanced_labels(log_p, columns, positive_mass=mass, sharpness=self.sharpness)
 
     def _balanced(self, P: Contrast, side: Literal["source", "target"]) -> Tensor:
         past, counts = None, None
@@ -137,9 +144,13 @@ def weighted_soft_labels(
         raise ValueError(f"label_weight {weight} must be from 0 to 1")
     if weight == 0:
         return None
-    # One-hot labels of weight 1−w beside soft ones of weight w are soft ones of a larger ξ.
-    mass = 1 - weight * (1 - positive_mass) if weight < 1 else positive_mass
+    mass = weighted_mass(weight, positive_mass)
     return SoftLabels(feature_size, bank_length, sharpness, mass, iterations, history)
+
+
+def weighted_mass(weight: float, positive_mass: float) -> float:
+    """One-hot labels of weight 1−w beside soft ones of weight w are soft ones of a larger ξ."""
+    return 1 - weight * (1 - positive_mass) if weight < 1 else positive_mass
 
 
 @torch.no_grad()
@@ -194,9 +205,9 @@ def negatives_scaling(
 
 @torch.no_grad()
 def balanced_labels(
-    log_probabilities: Tensor, columns: Tensor, *, positive_mass: float, sharpness: float
+    log_probabilities: Tensor, columns: Tensor, *, positive_mass: Value, sharpness: float
 ) -> Tensor:
     """Labels from the scaling log β of the negatives, shape (K,), that balances them."""
     shares = (sharpness * log_probabilities[:, 1:] + columns).softmax(dim=1)
-    positive = torch.full_like(shares[:, :1], positive_mass)
+    positive = torch.zeros_like(shares[:, :1]) + positive_mass
     return torch.cat([positive, (1 - positive_mass) * shares], dim=1)

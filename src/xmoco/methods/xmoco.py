@@ -14,9 +14,10 @@ from xmoco.losses.bank import KeyBanks
 from xmoco.losses.contrast import Contrast
 from xmoco.losses.cross_similarity import CrossSimilarity
 from xmoco.losses.metrics import feature_metrics, label_metrics, similarity_metrics
+from xmoco.losses.soft_labels import weighted_mass
 from xmoco.methods.base import BankMethod
 from xmoco.nn.encoder import momentum_update
-from xmoco.schedules import Schedule, warmed_up
+from xmoco.schedules import Schedule, rising, warmed_up
 from xmoco.task import StepOutput, Values
 
 
@@ -45,13 +46,20 @@ class XMoCo(BankMethod):
         self.consistency_weight = warmed_up(
             settings.consistency_weight, settings.consistency_warmup_epochs
         )
+        w, xi = settings.label_weight, settings.positive_mass
+        xi_end = settings.positive_mass_end or xi
+        self.positive_mass = rising(weighted_mass(w, xi), weighted_mass(w, xi_end))
 
     @property
     def banks(self) -> KeyBanks:
         return self.loss.banks
 
     def schedules(self) -> Mapping[str, Schedule]:
-        return {**super().schedules(), "consistency_weight": self.consistency_weight}
+        return {
+            **super().schedules(),
+            "consistency_weight": self.consistency_weight,
+            "positive_mass": self.positive_mass,
+        }
 
     def forward(
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
@@ -64,7 +72,7 @@ class XMoCo(BankMethod):
         P_s, P_t = self.loss.similarities(q_s, q_t, k_s, k_t)
         # 5. Soft labels Y_s of P_s and Y_t of P_t, balanced over the banks by Sinkhorn.
         T_s, T_t = self.loss.teachers(P_s, P_t)  # P itself, unless keys are to be the teacher
-        Y_s, Y_t = self.loss.labels(T_s, T_t)
+        Y_s, Y_t = self.loss.labels(T_s, T_t, at["positive_mass"])  # ξ is the share of positives
         # 6. CE(Y_s, P_t) + CE(Y_t, P_s) + w·(CE(sg P_s, P_t) + CE(sg P_t, P_s)); w is 1.
         w = at["consistency_weight"]
         loss, terms = self.loss.cross_entropies(P_s, P_t, T_s, T_t, Y_s, Y_t, w)
