@@ -831,8 +831,24 @@ def test_the_headline_tells_size_seed_and_time(tables: ModuleType, place: Any) -
     text = tables.headline(place)
     assert "in 7 minutes on one Loom" in text
     assert "91.2 %" in text
-    assert "(one seed (0); images shown at 48 px, 88.8 % at 32 px;" in text
+    assert "(one seed (0); images shown at 48 px, 88.8 % at 32 px)" in text
     assert rows_of(tables.results_in_brief(place))[-1] == "| linear classifier | 88.8 % | 91.2 % |"
+
+
+def test_the_headline_tells_who_is_ahead_on_photographs(tables: ModuleType, place: Any) -> None:
+    def measured(subject: str, value: float, seed: int, **changed: Any) -> Record:
+        facts = {"changes": "", "split": "test", "k": 20} | changed
+        return Record("knn_top1", value, "%", subject, tables.PHOTOGRAPHS, facts, seed)
+
+    file = place.results / "compare-imagenette.jsonl"
+    append_records(file, [measured("xmoco+", 85, 0), measured("xmoco+", 86, 1)])
+    assert tables.headline(place) == ""  # nobody to compare with
+    other = {"k": 200}, {"split": "validation, held out of the training images"}
+    append_records(file, [measured("mocov2plus", 99, 0, **changed) for changed in other])
+    assert tables.headline(place) == ""
+    append_records(file, [measured("mocov2plus", 87, 0), measured("mocov2plus", 87, 1)])
+    expected = "names with MoCo v2+ 87.0 ± 0.0 %, with XMoCo+ 85.5 ± 0.7 % of the test images"
+    assert expected in tables.headline(place)
 
 
 # Speed
