@@ -38,7 +38,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.setattr(torch.cuda, "stream", nullcontext)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(Tensor, "record_stream", lambda *_: None)
-    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(streaming, "_decoding", streaming._ByGpu)
     jpeg.nvjpeg_works.cache_clear()
     yield seen

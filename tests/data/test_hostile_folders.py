@@ -18,13 +18,14 @@ import pytest
 import torch
 from PIL import EpsImagePlugin, Image
 
-from xmoco.data import decode, file_server, trees
+from xmoco.data import file_server, pillow, trees
 from xmoco.data.decode import EncodedImage, UnreadableImage, decode_rgb, rgb_pixels
 from xmoco.data.file_readers import FileReaders
 from xmoco.data.file_server import Place, read_file
 from xmoco.data.jpeg import plain_jpeg
 from xmoco.data.names import IMAGE_EXTENSIONS
 from xmoco.data.trees import FolderTree
+from xmoco.data.wire import packed, received, unpacked
 from xmoco.errors import UserError
 
 needs_pipes = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes there")
@@ -87,9 +88,9 @@ def test_an_answer_is_bounded_and_the_rest_can_be_asked_for(
     thread.start()
     with ours:
         request = file_server.request_for([Place(str(path)) for path in paths])
-        ours.sendall(file_server.packed([len(request)]) + request)
-        lengths = file_server.unpacked(file_server.received(ours, 24))
-        assert file_server.received(ours, 7) == b"content"
+        ours.sendall(packed([len(request)]) + request)
+        lengths = unpacked(received(ours, 24))
+        assert received(ours, 7) == b"content"
         ours.shutdown(socket.SHUT_RDWR)
     thread.join()
     theirs.close()
@@ -162,9 +163,9 @@ def test_no_program_is_started_for_an_image(
 def test_the_formats_are_those_of_the_endings() -> None:
     Image.init()
     by_ending = {Image.EXTENSION.get(f".{ending}") for ending in IMAGE_EXTENSIONS}
-    assert by_ending - {None, "JPEG", "MPO"} <= set(decode.FORMATS)
-    assert set(decode._known_formats()) <= set(decode.FORMATS)
-    assert "PNG" in decode._known_formats()
+    assert by_ending - {None, "JPEG", "MPO"} <= set(pillow.FORMATS)
+    assert set(pillow._known_formats()) <= set(pillow.FORMATS)
+    assert "PNG" in pillow._known_formats()
 
 
 def blank_png(width: int, height: int, bits: int = 8, kind: int = 0) -> bytes:
@@ -189,13 +190,16 @@ def test_giant_images_are_refused(side: int, told: str) -> None:
         decode_rgb(blank_png(side, side), short_side=512)
 
 
-def test_giant_jpegs_are_decoded_at_a_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "MOST_PIXELS", 20_000)
+def test_giant_jpegs_are_decoded_at_a_fraction() -> None:
     file = io.BytesIO()
     Image.new("RGB", (800, 600)).save(file, "JPEG")
-    assert decode_rgb(file.getvalue(), short_side=32).shape == (3, 32, 43)
-    with pytest.raises(UnreadableImage, match="megapixels"):
-        decode_rgb(file.getvalue())
+    with pillow.decoded(file.getvalue(), 32, most_pixels=20_000) as (image, _):
+        assert image.size == (43, 32)
+    with (
+        pytest.raises(UnreadableImage, match="megapixels"),
+        pillow.decoded(file.getvalue(), None, most_pixels=20_000),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "I", "F", "I;16", "RGB", "L"])
@@ -212,12 +216,12 @@ def test_large_images_are_converted_alike_in_strips(
         if mode == "P":
             image.info["transparency"] = 3
     whole = rgb_pixels(image)
-    monkeypatch.setattr(decode, "STRIP", 50)
+    monkeypatch.setattr(pillow, "STRIP", 50)
     assert torch.equal(rgb_pixels(image), whole)
 
 
 def test_what_is_decoded_at_once_is_bounded_by_pixels() -> None:
-    room = decode._Room(100)
+    room = pillow._Room(100)
     most = under_way = 0
     lock = threading.Lock()
 
@@ -242,13 +246,13 @@ def test_what_is_decoded_at_once_is_bounded_by_pixels() -> None:
 
 def test_decoding_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    real = decode._Room.taken
+    real = pillow._Room.taken
 
-    def counted(self: decode._Room, pixels: int) -> Iterator[None]:
+    def counted(self: pillow._Room, pixels: int) -> Iterator[None]:
         taken.append(pixels)
         return real(self, pixels)
 
-    monkeypatch.setattr(decode._Room, "taken", counted)
+    monkeypatch.setattr(pillow._Room, "taken", counted)
     file = io.BytesIO()
     Image.new("RGB", (20, 10)).save(file, "PNG")
     decode_rgb(file.getvalue(), short_side=32)

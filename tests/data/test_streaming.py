@@ -5,6 +5,7 @@ import sys
 import tarfile
 import time
 from contextlib import closing
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,22 +219,34 @@ def assert_alike(one: Batch, other: Batch, mean: float) -> None:
     assert difference.mean() <= mean
 
 
-@pytest.mark.parametrize("processes", [True, False])
-def test_the_gpus_way_gives_the_threads_batches(
-    stand_in: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: bool
-) -> None:
-    """Whether processes read the files for the threads or not."""
-    read = Mock(side_effect=FileReaders.read)
-    monkeypatch.setattr(FileReaders, "read", lambda *arguments: read(*arguments))
-    started = []
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list["subprocess.Popen[bytes]"]:
+    """Processes, which decode for sets as small as these."""
+    processes: list[subprocess.Popen[bytes]] = []
     popen = subprocess.Popen
     monkeypatch.setattr(
-        subprocess, "Popen", lambda *a, **o: started.append(popen(*a, **o)) or started[-1]
+        subprocess, "Popen", lambda *a, **o: processes.append(popen(*a, **o)) or processes[-1]
     )
-    monkeypatch.setattr("xmoco.data.file_readers.POSSIBLE", processes)
+    monkeypatch.setattr("xmoco.data.decoders.WORTH_STARTING", 0)
+    return processes
+
+
+@pytest.mark.parametrize("processes", [True, False])
+def test_the_gpus_way_gives_the_threads_batches(
+    stand_in: SimpleNamespace,
+    started: list["subprocess.Popen[bytes]"],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    processes: bool,
+) -> None:
+    """Whether processes read the files for the threads, and decode some, or not."""
+    read = Mock(side_effect=FileReaders.read)
+    monkeypatch.setattr(FileReaders, "read", lambda *arguments: read(*arguments))
+    monkeypatch.setattr("xmoco.data.processes.POSSIBLE", processes)
     images = opened(write_mixture(tmp_path))
     by_gpu = list(in_order(images, 50, CPU, readers=3))
-    assert (read.call_count > 0) == bool(started) == processes
+    assert (read.call_count > 0) == processes
+    assert 2 * processes <= len(started) <= 6 * processes
     assert all(process.poll() == 0 for process in started)  # they ended with the last batch
     assert sum(stand_in.calls) == 1 + 79  # one in advance; two thirds are plain, but one is cut off
     monkeypatch.undo()
@@ -241,6 +254,42 @@ def test_the_gpus_way_gives_the_threads_batches(
     assert len(by_gpu) == len(by_threads) == 3
     for one, other in zip(by_gpu, by_threads, strict=True):
         assert_alike(one, other, mean=0.2)
+
+
+def write_others(folder: Path, count: int, broken: set[int]) -> Path:
+    """Files that are no plain JPEG, some cut off."""
+    for index in range(count):
+        image = photograph(20 + index % 5, 24, seed=index)
+        kind: dict[str, Any] = {"kind": "PNG"} if index % 2 else {"progressive": True}
+        data = encoded(image, **kind)
+        (folder / f"{index:03}.png").write_bytes(data[:-60] if index in broken else data)
+    return folder
+
+
+@pytest.mark.parametrize("archive", [False, True])
+def test_what_processes_decode_is_the_same_to_the_bit(
+    stand_in: SimpleNamespace,
+    started: list["subprocess.Popen[bytes]"],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    archive: bool,
+) -> None:
+    """And so is what is told of unreadable images, and who takes their places."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    write_others(folder, 300, broken={7, 8, 299})
+    if archive:
+        with tarfile.open(tmp_path / "images.tar", "w") as file:
+            file.add(folder, "images")
+    images = opened(tmp_path / "images.tar" if archive else folder)
+    there, here = Unreadable(300), Unreadable(300)
+    by_processes = list(in_order(images, 70, CPU, readers=2, unreadable=there))
+    assert started
+    assert sum(stand_in.calls) == 1
+    monkeypatch.undo()
+    assert_same(by_processes, list(in_order(images, 70, CPU, readers=2, unreadable=here)))
+    assert list(there) == list(here)
+    assert len(there) == 3
 
 
 def test_large_images_are_shrunk_alike(stand_in: SimpleNamespace, tmp_path: Path) -> None:
@@ -343,6 +392,19 @@ def test_batches_on_a_gpu(tmp_path: Path, readers: int) -> None:
     for one, host in zip(on_gpu, in_order(images, 50, CPU), strict=True):
         assert one.images.is_cuda
         assert_alike(one, host, mean=3)  # such small pictures have steep colours
+
+
+@pytest.mark.gpu
+def test_what_processes_decode_is_the_same_to_the_bit_on_a_gpu(
+    started: list["subprocess.Popen[bytes]"], tmp_path: Path
+) -> None:
+    images = opened(write_others(tmp_path, 300, broken={7, 8, 299}))
+    for _ in range(3):  # memory of the batches before is used again
+        on_gpu = list(in_order(images, 70, CUDA, readers=4))
+        assert all(batch.images.is_cuda for batch in on_gpu)
+        brought = [replace(batch, images=batch.images.cpu()) for batch in on_gpu]
+        assert_same(brought, list(in_order(images, 70, CPU)))
+    assert started
 
 
 @pytest.mark.gpu

@@ -1,52 +1,40 @@
-"""Turns the bytes of an image file into an RGB tensor, whatever the file's colour mode.
+"""Turns the bytes of an image file into an RGB tensor, as a viewer would show it.
 
-Pillow does the work, outside Python's lock, so threads decode side by side. (torchvision's decoder
-is a little faster, but damaged PNG files make it crash the whole process, and it is deprecated.)
-``jpeg`` has the GPU do the same for plain JPEG files. What images are turned into:
-
-- EXIF orientation is applied: the image comes out as a viewer shows it.
-- Transparent parts become white, again as most viewers show them; the colour stored beneath them is
-  arbitrary, often black, and would drown a black drawing.
-- 16-bit channels keep their high byte. 32-bit grey and floating-point images have no agreed white,
-  so their own darkest and lightest values become 0 and 255.
-- Of an animation, the first frame.
-
-Files may come from anyone. Only the formats named here are opened: Pillow knows others, of which
-EPS starts another program. And an image of a few kilobytes can hold pixels without end, so there
-is a limit for one, and for all that are decoded at the same time.
+``pillow`` has the rules and does the work; EXIF orientation is applied here. ``decoders`` has other
+processes do the same, and ``jpeg`` has the GPU do it for plain JPEG files.
 """
 
-import functools
-import io
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from xmoco.data.file_server import Place
-from xmoco.text import printable
-
-LONGEST_SHAPE = 3
-"""With ``short_side`` given, the longer side is also kept within this many times ``short_side``:
-images of a batch share one canvas, and a single panorama must not blow it up."""
-
-FORMATS = (
-    *("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"),
-    *("AVIF", "JPEG2000", "TGA", "PPM"),
+from xmoco.data.pillow import (
+    LONGEST_SHAPE,
+    UnreadableImage,
+    decoded,
+    exif_orientation,
+    open_image,
+    shrunk,
+    to_rgb,
 )
-"""By Pillow's names; all that may stand behind ``trees.IMAGE_EXTENSIONS``."""
 
-MOST_PIXELS = 2**27
-"""Of an image as it is decoded, a JPEG perhaps at a fraction of its size; and of all images that
-are decoded at the same time. Decoding takes up to 20 bytes for each."""
-STRIP = 2**22
-"""Pixels that are converted at a time, where that takes many bytes for each."""
+__all__ = [
+    "LONGEST_SHAPE",
+    "EncodedImage",
+    "ImageFile",
+    "UnreadableImage",
+    "decode_if_readable",
+    "decode_rgb",
+    "exif_orientation",
+    "open_image",
+    "rgb_pixels",
+    "shrunk",
+    "upright",
+]
 
 _UPRIGHT = {
     2: (False, (-1,)),
@@ -59,10 +47,6 @@ _UPRIGHT = {
 }
 """What undoes each EXIF orientation: whether to swap rows and columns, then which dimensions to
 flip. 1 is upright already."""
-
-
-class UnreadableImage(Exception):  # noqa: N818
-    """An image that is broken, truncated or of a kind no decoder knows. The text says why."""
 
 
 class EncodedImage(NamedTuple):
@@ -79,93 +63,31 @@ class ImageFile(NamedTuple):
     short_side: int | None
 
 
-@functools.cache
-def _known_formats() -> tuple[str, ...]:
-    """Those of the formats that this Pillow was built with."""
-    Image.init()
-    return tuple(name for name in FORMATS if name in Image.OPEN)
-
-
-def open_image(data: bytes) -> Image.Image:
-    """The image in ``data``, if it is of one of the formats; not yet decoded."""
-    return Image.open(io.BytesIO(data), formats=_known_formats())
-
-
-class _Room:
-    """What may be under way at the same time, in pixels; whoever finds too little left waits."""
-
-    def __init__(self, pixels: int) -> None:
-        self._free = pixels
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def taken(self, pixels: int) -> Iterator[None]:
-        with self._changed:
-            self._changed.wait_for(lambda: pixels <= self._free)
-            self._free -= pixels
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._free += pixels
-                self._changed.notify_all()
-
-
-_room = _Room(MOST_PIXELS)
-
-
 def decode_rgb(data: bytes, short_side: int | None = None) -> Tensor:
     """The image in ``data`` as a contiguous uint8 tensor (3, height, width).
 
-    With ``short_side``, a larger image is shrunk (antialiased, keeping its shape) until its shorter
-    side is at most that long, and its longer side at most ``LONGEST_SHAPE`` times that.
+    With ``short_side``, a larger image is shrunk as by ``pillow.decoded``. Raises
+    ``UnreadableImage``.
     """
+    with decoded(data, short_side) as (rgb, orientation):
+        return _pixels(rgb, orientation)
+
+
+def decode_if_readable(file: EncodedImage) -> Tensor | None:
     try:
-        with open_image(data) as image:
-            if short_side is not None:
-                # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size. Staying twice above the size
-                # wanted leaves the last step to a better filter. Other formats take no notice.
-                width, height = shrunk(image.size, short_side)
-                image.draft(None, (2 * width, 2 * height))
-            pixels = image.width * image.height
-            if pixels > MOST_PIXELS:
-                raise UnreadableImage(_too_large(pixels))
-            with _room.taken(pixels):
-                rgb = _to_rgb(image)
-                turned = exif_orientation(image)  # once decoded: TIFF files are then upright
-                if short_side is not None:
-                    rgb = rgb.resize(shrunk(rgb.size, short_side), Image.Resampling.BILINEAR)
-                return _pixels(rgb, turned)
+        return decode_rgb(*file)
     except UnreadableImage:
-        raise
-    except UnidentifiedImageError as error:
-        raise UnreadableImage("it is no image, or of a format that is not known") from error
-    except Image.DecompressionBombError as error:  # Pillow's own limit, before a JPEG is shrunk
-        raise UnreadableImage(_too_large(2 * (Image.MAX_IMAGE_PIXELS or 0))) from error
-    except Exception as error:  # decoders raise anything on broken data, from OSError to IndexError
-        reason = str(error).strip() or type(error).__name__
-        raise UnreadableImage(printable(reason.splitlines()[0])) from error
-
-
-def _too_large(pixels: int) -> str:
-    there, allowed = (f"{count / 1e6:.0f}" for count in (pixels, MOST_PIXELS))
-    return f"it has {there} megapixels or more, and at most {allowed} are decoded"
+        return None
 
 
 def rgb_pixels(image: Image.Image) -> Tensor:
     """As ``decode_rgb``, of an image that is open already."""
-    return _pixels(_to_rgb(image), exif_orientation(image))
+    return _pixels(to_rgb(image), exif_orientation(image))
 
 
 def _pixels(rgb: Image.Image, orientation: int | None) -> Tensor:
     pixels = torch.from_numpy(np.array(np.asarray(rgb).transpose(2, 0, 1), order="C"))
     return upright(pixels, orientation).contiguous()
-
-
-def shrunk(size: tuple[int, int], short_side: int) -> tuple[int, int]:
-    """``size``, in either order, after shrinking to ``short_side``."""
-    scale = min(1.0, short_side / min(size), LONGEST_SHAPE * short_side / max(size))
-    return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
 
 
 def upright(image: Tensor, orientation: int | None) -> Tensor:
@@ -174,54 +96,3 @@ def upright(image: Tensor, orientation: int | None) -> Tensor:
         return image
     swap, flips = _UPRIGHT[orientation]
     return (image.mT if swap else image).flip(flips)
-
-
-def exif_orientation(image: Image.Image) -> int | None:
-    """The EXIF orientation; none if there is none, or if the EXIF block is broken."""
-    try:
-        value = image.getexif().get(ExifTags.Base.Orientation)
-    except Exception:  # as for broken images: anything may be raised
-        return None
-    return value if isinstance(value, int) else None
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I") or image.mode == "F":
-        return Image.fromarray(_eight_bits(image)).convert("RGB")
-    if image.has_transparency_data:
-        return _on_white(image)
-    image.load()
-    return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _on_white(image: Image.Image) -> Image.Image:
-    if image.width * image.height <= STRIP:
-        colour = image.convert("RGBA")
-        white = Image.new("RGBA", colour.size, "white")
-        return Image.alpha_composite(white, colour).convert("RGB")
-    result = Image.new("RGB", image.size)
-    high = max(1, STRIP // image.width)
-    for top in range(0, image.height, high):
-        bottom = min(top + high, image.height)
-        result.paste(_on_white(image.crop((0, top, image.width, bottom))), (0, top))
-    return result
-
-
-def _eight_bits(image: Image.Image) -> npt.NDArray[np.uint8]:
-    """Deep grey as 8 bits; Pillow's own conversion would clip everything above 255 to white."""
-    values = np.asarray(image)
-    result = np.empty(values.shape, np.uint8)
-    high = max(1, STRIP // image.width)
-    strips = [slice(top, top + high) for top in range(0, image.height, high)]
-    # Pillow gives 16-bit PGM, and in old versions 16-bit PNG, as 32-bit integers up to 65535.
-    if image.mode.startswith("I;16") or image.format in ("PNG", "PPM"):
-        for rows in strips:
-            result[rows] = values[rows] >> 8
-        return result
-    dark, light = float(values.min()), float(values.max())
-    if not np.isfinite([dark, light]).all():
-        raise UnreadableImage("it holds values that are not finite")
-    stretch = 255 / (light - dark) if light > dark else 0.0
-    for rows in strips:
-        result[rows] = np.rint((values[rows].astype(np.float64) - dark) * stretch)
-    return result

@@ -1,9 +1,8 @@
 """Reads files for another process: a program of its own, and small enough to start at once.
 
-It is run with a socket as its standard input. A request is a length and so many bytes: places,
-separated by zero bytes, each an offset, a length and a path. The answer is a number for each place,
-the length of its content or, below zero, the system's error, and then all contents one after the
-other. It ends with the connection.
+A request is a length and so many bytes: places, separated by zero bytes, each an offset, a length
+and a path. The answer is a number for each place, the length of its content or, below zero, the
+system's error, and then all contents one after the other.
 """
 
 import contextlib
@@ -11,9 +10,10 @@ import errno
 import os
 import socket
 import stat
-import struct
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from xmoco.data.wire import packed, received, unpacked
 
 WHOLE = -1
 LARGEST_FILE = 2**28
@@ -115,29 +115,6 @@ def _parsed(place: bytes) -> Place:
     return Place(os.fsdecode(path), int(offset), int(length))
 
 
-def packed(numbers: list[int]) -> bytes:
-    return struct.pack(f"={len(numbers)}q", *numbers)
-
-
-def unpacked(content: bytes | bytearray) -> tuple[int, ...]:
-    return struct.unpack(f"={len(content) // 8}q", content)
-
-
-def received(connection: socket.socket, length: int) -> bytearray:
-    """So many bytes, waited for outside Python's lock; fewer where the other side has gone."""
-    content = bytearray(length)
-    view, done = memoryview(content), 0
-    # The system may return before all is there, if it has to fetch more than it can hold.
-    while done < length:
-        count = connection.recv_into(view[done:], length - done, socket.MSG_WAITALL)
-        if count == 0:
-            break
-        done += count
-    view.release()
-    del content[done:]
-    return content
-
-
 def serve(connection: socket.socket) -> None:
     shards = OpenShards()
     while len(length := received(connection, 8)) == 8:
@@ -153,6 +130,6 @@ def serve(connection: socket.socket) -> None:
         connection.sendall(b"".join([packed(lengths), *contents]))
 
 
-if __name__ == "__main__":
+def main() -> None:
     with contextlib.suppress(OSError):  # the other side is gone
         serve(socket.socket(fileno=0))

@@ -10,7 +10,6 @@ import hashlib
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from bisect import bisect_right
 from collections import deque
@@ -26,10 +25,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xmoco.data import tar_scanner
 from xmoco.data.decode import EncodedImage, ImageFile, UnreadableImage, decode_rgb
 from xmoco.data.imagesets import ImageSet
 from xmoco.data.layout import TEST_FOLDERS, TRAIN_FOLDER, LabelRule
 from xmoco.data.parquet_pages import UnknownParquet, scan_parquet, value_of
+from xmoco.data.processes import command
 from xmoco.data.shard_index import ShardIndex, build_index, index_of, locked
 from xmoco.data.stores import ENDINGS, Disk, Distant, Store, read_ahead
 from xmoco.data.tar_members import DamagedArchive
@@ -280,18 +281,7 @@ class _TarScanners:
 
     @staticmethod
     def _start() -> "subprocess.Popen[bytes]":
-        # Packages without their __init__, which would import torch.
-        data = Path(__file__).parent
-        program = (
-            "import sys, types\n"
-            f"for name, path in (('xmoco', {str(data.parent)!r}), ('xmoco.data', {str(data)!r})):\n"
-            "    sys.modules[name] = types.ModuleType(name)\n"
-            "    sys.modules[name].__path__ = [path]\n"
-            "from xmoco.data.tar_scanner import main\n"
-            "main()"
-        )
-        command = [sys.executable, "-I", "-S", "-c", program]
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        return subprocess.Popen(command(tar_scanner), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def scan(self, path: str) -> Scanned:
         process = self._idle.get()

@@ -4,10 +4,10 @@ Many threads read; one more puts the images of a batch together. Where they are 
 the device:
 
 - Away from CUDA the reading threads decode; the consumer takes the finished batch to the device.
-- On CUDA the threads only have files read (``file_readers``), and tell plain JPEG files from others
-  by their headers. The GPU decodes the JPEG files of a batch together, on a stream of its own while
-  training goes on; the threads decode the others. The consumer gets a batch that lies ready on the
-  device.
+- On CUDA the threads only have files read (``file_readers``), tell plain JPEG files from others by
+  their headers, and have the others decoded (``decoders``), each by a process. The GPU decodes the
+  JPEG files of a batch together, on a stream of its own while training goes on. The consumer gets a
+  batch that lies ready on the device.
 
 The consumer gets batches in order, whichever thread is first, and the next image in place of an
 unreadable one. At most ``READ_AHEAD`` batches are under way, so memory does not grow with the set.
@@ -24,14 +24,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from xmoco.data import file_readers
-from xmoco.data.decode import EncodedImage, UnreadableImage, decode_rgb
+from xmoco.data import processes
+from xmoco.data.decode import EncodedImage, UnreadableImage, decode_if_readable, decode_rgb
+from xmoco.data.decoders import Decoders
 from xmoco.data.file_readers import FileReaders
 from xmoco.data.imagesets import ImageSet
 from xmoco.data.jpeg import PlainJpeg, decode_jpegs, nvjpeg_works, plain_jpeg
 from xmoco.data.unreadable import Unreadable
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 READ_AHEAD = 3
 """Batches under way: one being put together, one or two being read."""
@@ -155,12 +157,9 @@ class _ByThreads:
         if files is None:
             return [_readable(self.read, index) for index in indices]
         return [
-            None if isinstance(file, UnreadableImage) else _readable(self.decode, file)
+            None if isinstance(file, UnreadableImage) else decode_if_readable(file)
             for file in files
         ]
-
-    def decode(self, file: EncodedImage) -> Tensor | PlainJpeg:
-        return decode_rgb(*file)
 
     def close(self) -> None:
         """When all threads have ended."""
@@ -182,8 +181,7 @@ class _ByThreads:
 
 
 class _ByGpu(_ByThreads):
-    """The GPU decodes plain JPEG files, the reading threads the others; batches are put together
-    on the GPU.
+    """The GPU decodes plain JPEG files, processes the others; batches are put together on the GPU.
 
     All that happens on a stream of its own, and the assembling thread waits for it. A batch handed
     over is therefore complete: the consumer's stream need not wait for another, and a late batch
@@ -198,32 +196,48 @@ class _ByGpu(_ByThreads):
         self.failures_allowed = failures_allowed
         self.takes_jpeg = nvjpeg_works(device)
         self.files = FileReaders()
+        self.decoders = Decoders()
         # Before the kernels of training, which are many and long, these few must not queue.
         self.stream = torch.cuda.Stream(device, priority=-1)
 
     def read(self, index: int) -> Tensor | PlainJpeg:
-        file = self.images.encoded(index)
-        return self.images.read(index).pin_memory() if file is None else self.decode(file)
+        image = self._met(index)
+        return decode_rgb(*image) if isinstance(image, EncodedImage) else image
 
     def read_all(self, indices: list[int]) -> list[Tensor | PlainJpeg | None]:
+        images = self._all_met(indices)
+        decoded = iter(self.decoders.decode([i for i in images if isinstance(i, EncodedImage)]))
+        return [next(decoded) if isinstance(image, EncodedImage) else image for image in images]
+
+    def _all_met(self, indices: list[int]) -> list[Tensor | PlainJpeg | EncodedImage | None]:
         files = [file for index in indices if (file := self.images.file(index)) is not None]
-        if not file_readers.POSSIBLE or len(files) < len(indices):
-            return super().read_all(indices)
-        contents = self.files.read([file.place for file in files])
+        if processes.POSSIBLE and len(files) == len(indices):
+            contents = self.files.read([file.place for file in files])
+            return [
+                None
+                if isinstance(content, OSError)
+                else self._looked_at(EncodedImage(content, file.short_side))
+                for content, file in zip(contents, files, strict=True)
+            ]
+        encoded = self.images.encoded_all(indices)
+        if encoded is None:
+            return [_readable(self._met, index) for index in indices]
         return [
-            None
-            if isinstance(content, OSError)
-            else _readable(self.decode, EncodedImage(content, file.short_side))
-            for content, file in zip(contents, files, strict=True)
+            None if isinstance(file, UnreadableImage) else self._looked_at(file) for file in encoded
         ]
 
-    def decode(self, file: EncodedImage) -> Tensor | PlainJpeg:
+    def _met(self, index: int) -> Tensor | PlainJpeg | EncodedImage:
+        file = self.images.encoded(index)
+        return self.images.read(index) if file is None else self._looked_at(file)
+
+    def _looked_at(self, file: EncodedImage) -> PlainJpeg | EncodedImage:
         """Plain JPEG files are left to the GPU."""
         jpeg = plain_jpeg(file) if self.takes_jpeg else None
-        return decode_rgb(*file).pin_memory() if jpeg is None else jpeg
+        return file if jpeg is None else jpeg
 
     def close(self) -> None:
         self.files.close()
+        self.decoders.close()
 
     def assemble(self, readings: list[_Reading]) -> _Assembled:
         with torch.cuda.stream(self.stream):
@@ -250,10 +264,33 @@ class _ByGpu(_ByThreads):
                     reading = replace(again, failures=reading.failures + again.failures)
                 else:
                     reading = replace(reading, image=image)
-            if isinstance(reading.image, Tensor):
-                reading = replace(reading, image=reading.image.to(self.device, non_blocking=True))
             done.append(reading)
+        on_host = {
+            place: reading.image
+            for place, reading in enumerate(done)
+            if isinstance(reading.image, Tensor) and reading.image.is_cpu
+        }
+        sent = _sent_together([*on_host.values()], self.device)
+        for place, image in zip(on_host, sent, strict=True):
+            done[place] = replace(done[place], image=image)
         return done
+
+
+def _sent_together(images: list[Tensor], device: torch.device) -> list[Tensor]:
+    """Images (3, height, width) of the host on the device, by a single copy, not waited for.
+
+    The memory that is copied from is kept by PyTorch until that is done.
+    """
+    if not images:
+        return []
+    pixels = torch.empty(
+        sum(image.numel() for image in images),
+        dtype=torch.uint8,
+        pin_memory=device.type == "cuda",  # only from there does a copy run beside the host
+    )
+    torch.cat([image.flatten() for image in images], out=pixels)
+    parts = pixels.to(device, non_blocking=True).split([image.numel() for image in images])
+    return [part.view(image.shape) for part, image in zip(parts, images, strict=True)]
 
 
 def _decoding(images: ImageSet, device: torch.device, failures_allowed: int) -> _ByThreads:
@@ -262,7 +299,7 @@ def _decoding(images: ImageSet, device: torch.device, failures_allowed: int) -> 
     return _ByThreads(images, device)
 
 
-def _readable(read: Callable[[T], Tensor | PlainJpeg], what: T) -> Tensor | PlainJpeg | None:
+def _readable(read: Callable[[T], R], what: T) -> R | None:
     try:
         return read(what)
     except UnreadableImage:
