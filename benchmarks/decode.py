@@ -1,12 +1,13 @@
-"""How fast JPEG files become batches on the device.
+"""How fast image files become batches on the device.
 
-    python benchmarks/decode.py
+    python benchmarks/decode.py [--kind plain|progressive|png]
 
 Photograph-like files of 500×375 are written to a temporary folder and brought to the device batch
 after batch, as training would have them: decoded by the host's threads and, where there is a GPU,
-decoded there, with files read by threads or, as xmoco does it, by processes. These ways take turns;
-the median round counts. Of the GPU's way it is also told what each stage takes alone; in the
-pipeline they overlap. The records go to benchmarks/results.
+decoded there, with files read by threads or, as xmoco does it, by processes. Files that are no
+plain JPEG are not for the GPU; where there is one, xmoco has them decoded by processes. These ways
+take turns; the median round counts. Of xmoco's own way it is also told what each stage takes alone;
+in the pipeline they overlap. The records go to benchmarks/results.
 """
 
 import argparse
@@ -32,12 +33,25 @@ from torch import Tensor
 from recipe import RESULTS
 from xmoco.config import DataConfig
 from xmoco.data import Batches, ImageSet, open_images
-from xmoco.data.decode import EncodedImage
+from xmoco.data.decode import EncodedImage, decode_rgb
+from xmoco.data.decoders import WORTH_STARTING, Decoders
 from xmoco.data.jpeg import PlainJpeg, decode_jpegs, plain_jpeg
 from xmoco.data.streaming import on_one_canvas
 from xmoco.records import Record, append_records
 
 WIDTH, HEIGHT, QUALITY = 500, 375, 85
+JPEG = {"format": "JPEG", "quality": QUALITY, "subsampling": "4:2:0"}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": JPEG,
+    "progressive": JPEG | {"progressive": True},
+    "png": {"format": "PNG", "compress_level": 6},
+}
+"""How Pillow writes files of each."""
+DESCRIBED = {
+    "plain": f"JPEG {WIDTH}×{HEIGHT}, quality {QUALITY}, 4:2:0",
+    "progressive": f"progressive JPEG {WIDTH}×{HEIGHT}, quality {QUALITY}, 4:2:0",
+    "png": f"PNG {WIDTH}×{HEIGHT}",
+}
 WARM_UP = 3
 """Batches that are not timed: the first ones are those read ahead."""
 
@@ -68,6 +82,7 @@ class ReadByThreads(DecodedByThreads):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", choices=KINDS, default="plain")
     parser.add_argument("--images", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--readers", type=int, default=16)
@@ -76,39 +91,44 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        write_photographs(Path(folder), options.images)
+        write_photographs(Path(folder), options.images, options.kind)
         size = sum(path.stat().st_size for path in Path(folder).iterdir())
         images = open_images(DataConfig(source=folder), "train")
         assert images is not None
         ways: dict[str, ImageSet] = {"xmoco (threads decode)": DecodedByThreads(images)}
-        if device.type == "cuda":
+        if device.type == "cuda" and options.kind == "plain":
             ways |= {"xmoco (threads read)": ReadByThreads(images), "xmoco": images}
+        elif device.type == "cuda":
+            ways |= {"xmoco (processes decode)": images}
         measure = partial(images_per_second, options.batch, options.readers, device)
         rounds = [
             {subject: measure(images) for subject, images in ways.items()}
             for _ in range(options.rounds)
         ]
-        stages = stage_seconds(images, options.batch, device) if device.type == "cuda" else {}
+        if options.kind != "plain":
+            stages = stages_on_host(images, options.batch)
+        else:
+            stages = stages_on_gpu(images, options.batch, device) if device.type == "cuda" else {}
     protocol = {
         "images": options.images,
         "batch": options.batch,
         "readers": options.readers,
         "rounds": options.rounds,
-        "files": f"JPEG {WIDTH}×{HEIGHT}, quality {QUALITY}, 4:2:0",
+        "files": DESCRIBED[options.kind],
         "bytes_per_file": round(size / options.images),
         "device": device.type,
     }
     records = []
-    table = Table(title=f"JPEG {WIDTH}×{HEIGHT} to batches of {options.batch} on {device.type}")
+    table = Table(title=f"{DESCRIBED[options.kind]} to batches of {options.batch} on {device.type}")
     for heading in ("subject", "images/s", "lowest", "highest"):
         table.add_column(heading, justify="left" if heading == "subject" else "right")
     for subject in ways:
         values = [round_[subject] for round_ in rounds]
         table.add_row(subject, *(f"{f(values):,.0f}" for f in (median, min, max)))
         told = protocol | {"values": [round(value) for value in values]}
-        if subject == "xmoco":
+        if stages and subject == [*ways][-1]:
             told["stage_seconds"] = stages
-        records.append(record(subject, median(values), told))
+        records.append(record(subject, median(values), options.kind, told))
     path = options.results / "decode.jsonl"
     append_records(path, records)
     console = Console()
@@ -118,19 +138,12 @@ def main() -> None:
     console.print(f"records in {path}")
 
 
-def record(subject: str, value: float, protocol: dict[str, Any]) -> Record:
-    return Record(
-        "decode_images_per_second",
-        value,
-        "images/s",
-        subject,
-        f"decode-{WIDTH}x{HEIGHT}",
-        protocol,
-        seed=0,
-    )
+def record(subject: str, value: float, kind: str, protocol: dict[str, Any]) -> Record:
+    work = f"decode-{WIDTH}x{HEIGHT}" + ("" if kind == "plain" else f"-{kind}")
+    return Record("decode_images_per_second", value, "images/s", subject, work, protocol, seed=0)
 
 
-def write_photographs(folder: Path, count: int) -> None:
+def write_photographs(folder: Path, count: int, kind: str = "plain") -> None:
     """Soft shapes and colours with fine grain: files as large as photographs of that size."""
     grain = np.random.default_rng(0).normal(0, 9, (2 * HEIGHT, 2 * WIDTH, 1)).astype(np.float32)
 
@@ -142,8 +155,8 @@ def write_photographs(folder: Path, count: int) -> None:
         pixels = soft + grain[top : top + HEIGHT, left : left + WIDTH]
         file = io.BytesIO()
         image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
-        image.save(file, "JPEG", quality=QUALITY, subsampling="4:2:0")
-        (folder / f"{number:05}.jpg").write_bytes(file.getvalue())
+        image.save(file, **KINDS[kind])
+        (folder / f"{number:05}.{KINDS[kind]['format'].lower()}").write_bytes(file.getvalue())
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(write, range(count)))
@@ -164,7 +177,7 @@ def images_per_second(batch: int, readers: int, device: torch.device, images: Im
         return steps * batch / (time.perf_counter() - started)
 
 
-def stage_seconds(images: ImageSet, batch: int, device: torch.device) -> dict[str, float]:
+def stages_on_gpu(images: ImageSet, batch: int, device: torch.device) -> dict[str, float]:
     """What one batch takes in each stage, on one thread where threads do it."""
 
     def read() -> list[PlainJpeg]:
@@ -183,6 +196,23 @@ def stage_seconds(images: ImageSet, batch: int, device: torch.device) -> dict[st
     return {name: seconds(stage, device) for name, stage in stages.items()}
 
 
+def stages_on_host(images: ImageSet, batch: int) -> dict[str, float]:
+    """What one batch takes where one thread does all of it, or has it done."""
+
+    def read() -> list[EncodedImage]:
+        return [file for index in range(batch) if (file := images.encoded(index)) is not None]
+
+    files, decoders = read(), Decoders()
+    with closing(decoders):
+        decoders.decode(files * (1 + WORTH_STARTING // batch))  # and now one has started
+        stages: dict[str, Callable[[], Any]] = {
+            "read (one thread)": read,
+            "decode (one thread)": lambda: [decode_rgb(*file) for file in files],
+            "decode (one process)": lambda: decoders.decode(files),
+        }
+        return {name: seconds(stage, torch.device("cpu")) for name, stage in stages.items()}
+
+
 def seconds(work: Callable[[], Any], device: torch.device, rounds: int = 7) -> float:
     times = []
     for _ in range(rounds):
@@ -196,10 +226,10 @@ def seconds(work: Callable[[], Any], device: torch.device, rounds: int = 7) -> f
 
 def stage_table(stages: dict[str, float], batch: int) -> Table:
     table = Table(title=f"Stages of one batch of {batch}, each alone")
-    for heading in ("stage", "ms", "share"):
+    for heading in ("stage", "ms"):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
     for name, value in stages.items():
-        table.add_row(name, f"{1000 * value:.1f}", f"{100 * value / sum(stages.values()):.0f} %")
+        table.add_row(name, f"{1000 * value:.1f}")
     return table
 
 

@@ -41,7 +41,9 @@ QUESTIONS = {
             "xmoco": "processes read, the GPU decodes (what xmoco does)",
             "xmoco (threads read)": "threads read, the GPU decodes",
             "xmoco (threads decode)": "threads read and decode",
+            "xmoco (processes decode)": "processes read and decode (what xmoco does)",
         },
+        apart=("files",),
     ),
     "views": Question(
         "views.jsonl",

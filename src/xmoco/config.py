@@ -725,8 +725,8 @@ class RunConfig(Section):
         8,
         ge=1,
         le=256,
-        description="Threads of each process that read images and decode what no GPU does; on "
-        "CUDA each has a small process read for it.",
+        description="Threads of each process that read and decode images; on CUDA each has a small "
+        "process read for it, and another decode what the GPU does not.",
     )
 
 
