@@ -10,13 +10,14 @@ shows the mean over seeds, the deviation and how many seeds there were.
 
 With ``--held-out`` the test images are not looked at: a share of the training images is held out by
 a fixed rule, and judged in their place. That is how settings are to be chosen. With ``--watch 20``
-they are judged every 20 epochs as well, by kNN, which goes into the records with the loss of that
-time: it shows whether longer training helps, and what becomes of it if it does not. Runs that have
-their records already are not trained again, so that a call that was interrupted goes on.
+they are judged every 20 epochs as well, by kNN, which goes into the records of new runs with the
+loss and all else that a run tells: it shows whether longer training helps, and what becomes of it
+if it does not. Runs that have their records already are not trained again, so that a call that was
+interrupted goes on.
 """
 
 import argparse
-import math
+import json
 import statistics
 import tempfile
 from collections import defaultdict
@@ -36,6 +37,7 @@ from xmoco.records import Record, append_records
 from xmoco.settings import load_config
 from xmoco.tables.bench import Bench, Images, Kept, Trial, known_records, split_facts
 from xmoco.tables.columns import COLUMNS
+from xmoco.tables.running import run_name
 from xmoco.train.engine import build_fabric
 from xmoco.train.loop import Callback, DivergedError, Training
 from xmoco.train.run_folder import RunFolder
@@ -54,11 +56,12 @@ class Entry:
         return cls(name.strip(), changes.strip())
 
     def config(self, options: argparse.Namespace, seed: int) -> Config:
-        fixed = [f"seed={seed}", "log_every=100", "checkpoint_minutes=1000"]
+        usual = ["log_every=100", "checkpoint_minutes=1000"]
+        fixed = [f"seed={seed}"]
         if options.epochs is not None:
             fixed.append(f"epochs={options.epochs}")
         return load_config(
-            options.recipe, [*self.changes.split(), *fixed], {"source": options.data}
+            options.recipe, [*usual, *self.changes.split(), *fixed], {"source": options.data}
         )
 
     def trial(self, options: argparse.Namespace, seed: int) -> Trial:
@@ -85,7 +88,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, help="where not the recipe's")
     parser.add_argument("--held-out", action="store_true", help="do not look at the test images")
     parser.add_argument("--share", type=float, default=0.2, help="that is held out")
-    parser.add_argument("--watch", type=int, metavar="EPOCHS", help="also judge every so often")
+    parser.add_argument(
+        "--watch", type=count, metavar="EPOCHS", help="also judge every so often, by kNN"
+    )
     parser.add_argument("--linear", action="store_true", help="also a linear classifier (slow)")
     parser.add_argument("--runs", type=Path, help="keep runs here, so that one goes on if stopped")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -109,6 +114,12 @@ def main() -> None:
     show(trials, known_records(path), options)
 
 
+def count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of epochs.")
+    return int(text)
+
+
 def records_file(options: argparse.Namespace) -> Path:
     name = "trials" if options.held_out else "compare"
     return Path(options.results) / f"{name}-{Path(options.recipe).stem}.jsonl"
@@ -121,13 +132,14 @@ def attempt(
     linear = options.linear and trial.seed == options.seeds[-1]
     names = ["knn20", "knn200", *(["linear"] if linear else []), "logistic"]
     input = trial.config.input
-    curve = Curve(bench, trial.config, options.watch)
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = kept_run(options, trial) or Path(temporary)
+            curve = Curve(bench, trial.config, options.watch, folder)
             found = bench.attempt(
                 trial,
                 [COLUMNS[name] for name in names],
-                RunFolder(kept_run(options, trial) or Path(folder)),
+                RunFolder(folder),
                 sizes=sorted({input.size, input.central_size}),
                 watch=curve.of,
             )
@@ -136,20 +148,26 @@ def attempt(
         return
     settings = trial.config.model_dump(mode="json", exclude={"run", "data", "monitor"})
     found[-1].protocol["settings"] = settings
-    if curve.points:
+    if options.watch:
         found[0].protocol["curve"] = curve.points
+        for record in found:  # whose seconds of training have that in them
+            record.protocol["watched_every"] = options.watch
     append_records(path, found)
     values = ", ".join(f"{label(record)} {record.value:.2f}" for record in found)
     print(f"{entry.name} [{entry.changes}] seed {trial.seed}: {values}", flush=True)
 
 
 class Curve(Callback):
-    """What a run is worth as it goes: kNN (k 20) every so many epochs, and the last mean losses."""
+    """What a run is worth as it goes: kNN (k 20) every so many epochs, and what the run told last,
+    its loss among it. Points are kept in the run's folder, for when it goes on."""
 
-    def __init__(self, bench: Bench, config: Config, every: int | None) -> None:
+    def __init__(self, bench: Bench, config: Config, every: int | None, folder: Path) -> None:
         self.bench, self.config, self.every = bench, config, every
+        self.file = folder / "curve.json"
         self.points: list[dict[str, float]] = []
-        self.values: Mapping[str, float] = {}
+        if every and self.file.exists():
+            self.points = json.loads(self.file.read_text(encoding="utf-8"))
+        self.told: dict[str, float] = {}
 
     def of(self, training: Training) -> Self:
         assert isinstance(training.task, Method)
@@ -157,23 +175,25 @@ class Curve(Callback):
         return self
 
     def on_values(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
-        self.values = {"step": step, "epoch": epoch, **values}
+        self.told = {"step": step, "epoch": epoch, **values}
 
     def on_epoch(self, epoch: int, step: int) -> None:
-        if self.every and epoch % self.every == 0:
-            knn = self.bench.knn(self.backbone, self.config.input, k=20)
-            now = {**self.values, "step": step, "epoch": epoch, "knn": knn}
-            self.points.append({name: round(value, 4) for name, value in now.items()})
-            print(
-                f"  epoch {epoch}: kNN {knn:.2f}, loss {now.get('loss', math.nan):.3f}", flush=True
-            )
+        if not self.every or epoch % self.every:
+            return
+        knn = self.bench.knn(self.backbone, self.config.input, k=20)
+        now = {**self.told, "step": step, "epoch": epoch, "knn": knn}
+        self.points = [point for point in self.points if point["epoch"] < epoch]
+        self.points.append({name: round(value, 4) for name, value in now.items()})
+        self.file.write_text(json.dumps(self.points), encoding="utf-8")
+        loss = f", loss {now['loss']:.3f}" if "loss" in now else ""
+        print(f"  epoch {epoch}: kNN {knn:.2f}{loss}", flush=True)
 
 
 def kept_run(options: argparse.Namespace, trial: Trial) -> Path | None:
     """Where the run of a trial is kept: runs of other settings lie elsewhere."""
     if options.runs is None:
         return None
-    folder = Path(options.runs) / f"{digest(trial.config)}-{trial.seed}"
+    folder = Path(options.runs) / run_name(trial)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

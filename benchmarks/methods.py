@@ -33,7 +33,9 @@ SETTINGS = {
     # part from the start, and codes are sharper than for large batches.
     "swav": "prototypes=100 freeze_prototypes_epochs=0.2 queue_length=512 queue_from_epoch=0 "
     "epsilon=0.03",
-    "ressl": "",
+    # With no positive to hold on to, it takes both directions, a steadier momentum encoder and
+    # sharper targets to leave its flat beginning within so few steps.
+    "ressl": "symmetric=true key_momentum=0.99 key_temperature=0.02",
     "sce": "",
     "co2": "",
     "alignuniform": "",

@@ -9,6 +9,7 @@ the last counts. ``plain_tables`` has the rest: files of other measures.
 import re
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import yaml
@@ -64,7 +65,8 @@ JUDGED: Mapping[str, type[Record]] = {
 
 BASELINES = ("lightly", "torchvision")
 """How the names of other libraries' participants begin."""
-SHOWN_LAST = ("supervised", "untrained")
+UNTRAINED = "untrained"
+SHOWN_LAST = ("supervised", UNTRAINED)
 """Backbones to compare with."""
 NEIGHBOURS = (20, 200)
 """Of the numbers of neighbours that may vote, these are shown."""
@@ -85,7 +87,8 @@ HEADLINE = "linear (MoCo)"
 
 METHODS_SAY = (
     "All were trained on the embedded patterns for a few minutes each, to show that they learn: "
-    "so short a training does not tell which of them is the best on photographs."
+    "so short a training does not tell which of them is the best on photographs. `Supervised` was "
+    "told the classes."
 )
 
 image_size = setting("size", "images of {} px")
@@ -154,15 +157,19 @@ def kept_watch(record: Knn) -> str:
 
 
 def methods_table(place: Place) -> str:
-    """kNN of several methods, the best first; nothing where they were not measured."""
+    """kNN of several methods before and after training, the best first; nothing where they were not
+    measured."""
     tables = []
     for file in place.files("methods.jsonl"):
         for same_work in grouped(read_records(file, Knn, {"knn_top1"}), by_work):
-            last = last_of_each(same_work, lambda r: (r.subject, r.seed, r.protocol.k))
-            by_method = sorted(grouped(last, by_subject), key=mean, reverse=True)
-            rows = [[backbone_name(own[0]), f"{mean(own):.1f} %"] for own in by_method]
-            table = markdown_table(["features of", "kNN top-1"], "lr", rows)
-            told = circumstances(last, *NEIGHBOUR_FACTS)
+            pairs: dict[str, tuple[Knn, Knn]] = {}
+            for before, after in pairwise(same_work):  # each after the backbone it began with
+                if before.subject == UNTRAINED != after.subject:
+                    pairs[after.subject] = before, after
+            ranked = sorted(pairs.values(), key=lambda pair: -pair[1].value)
+            rows = [[backbone_name(r), percentage(start), percentage(r)] for start, r in ranked]
+            table = markdown_table(["method", "kNN before", "and after"], "lrr", rows)
+            told = circumstances([r for pair in ranked for r in pair], *NEIGHBOUR_FACTS)
             tables.append(section(table, told, place.link(file)))
     return "\n\n".join(["## How do the methods compare?", METHODS_SAY, *tables] if tables else [])
 
@@ -287,7 +294,8 @@ def comparison_tables(place: Place) -> str:
     """Entries of benchmarks/compare.py, on test images or on ones held out."""
     tables = []
     for file in [*place.files("compare-*.jsonl"), *place.files("trials-*.jsonl")]:
-        for alike in grouped(read_records(file, AnyRecord), compared_with):
+        records = [r for r in read_records(file, AnyRecord) if not chosen_by_test_images(r)]
+        for alike in grouped(records, compared_with):
             work, split, size, recipe = compared_with(alike[0])
             judged = JUDGED_ON.get(split, "images " + split)
             lead = f"**{work}, judged at {size} px on {judged}; recipe {recipe}**"
@@ -365,6 +373,12 @@ def comparison_table(place: Place, file: Path, records: Sequence[AnyRecord]) -> 
     return section(table, common, circumstances(records), place.link(file))
 
 
+def chosen_by_test_images(record: AnyRecord) -> bool:
+    """Logistic regressions of former days, of several penalties that which suited these best."""
+    on_test = record.measure == "logistic_top1" and record.protocol["split"] == "test"
+    return on_test and "strength_chosen_on" not in record.protocol
+
+
 def measured_by(record: AnyRecord) -> str:
     words = {"knn_top1": "kNN", "logistic_top1": "logistic", "linear_top1": "linear"}
     name, k = words.get(record.measure, record.measure), record.protocol.get("k")
@@ -400,24 +414,33 @@ RIVAL = "mocov2plus"
 
 
 def photographs_headline(place: Place) -> str:
-    """The methods side by side on photographs, over seeds, the best first."""
-    records = [
-        record
-        for file in place.files("compare-imagenette*.jsonl")
-        for record in read_records(file, AnyRecord)
-        if (record.work, record.protocol["split"]) == (PHOTOGRAPHS, "test")
-        and (record.measure, record.protocol.get("k")) == ("knn_top1", 20)
+    """The methods side by side on photographs, over the same seeds, the best first."""
+    every = [
+        r for f in place.files("compare-imagenette*.jsonl") for r in read_records(f, AnyRecord)
     ]
-    entries = grouped(records, lambda r: (r.subject, r.protocol["changes"]))
-    if not {RIVAL} < {entry[0].subject for entry in entries}:  # nobody to compare with
+    on_test = [r for r in every if (r.work, r.protocol["split"]) == (PHOTOGRAPHS, "test")]
+    groups = grouped(on_test, compared_with)
+    newest = max(groups, key=lambda group: max(record.time for record in group), default=[])
+    told_settings = [r.protocol["settings"] for r in newest if "settings" in r.protocol]
+    knn = [r for r in newest if (r.measure, r.protocol.get("k")) == ("knn_top1", 20)]
+    knn = last_of_each(knn, lambda r: (r.subject, r.protocol["changes"], r.seed))
+    first: dict[str, list[AnyRecord]] = {}  # of a method's entries; others are variants of it
+    for entry in grouped(knn, lambda r: (r.subject, r.protocol["changes"])):
+        first.setdefault(entry[0].subject, entry)
+    met = {record.seed for record in first.get(RIVAL, [])}
+    entries = [entry for entry in first.values() if {record.seed for record in entry} == met]
+    if len(entries) < 2:  # nobody to compare with
         return ""
-    entries.sort(key=lambda entry: -statistics.fmean(record.value for record in entry))
+    entries.sort(key=mean, reverse=True)
     told = [f"with {name_of(entry[0])} {over_seeds(entry)}" for entry in entries]
+    facts = entries[0][0].protocol
+    weak = all(settings["method"]["weak_keys"] for settings in told_settings)
+    keys = f"; all with keys of [weak views]({place.up}docs/methods.md)" if weak else ""
     return (
-        "The recipe `imagenette`: after 200 epochs of photographs of 128 px, a vote of the 20 "
-        f"nearest neighbours names {', '.join(told)} of the test images rightly "
-        f"({seeds(records)}; each with settings of its own, found on images held out of the "
-        "training set)."
+        f"The recipe `{facts['recipe']}`: after {facts['epochs']} epochs of photographs of "
+        f"{facts['size']} px, a vote of the {facts['k']} nearest neighbours names "
+        f"{', '.join(told)} of the test images rightly ({seeds(entries[0])}; each with settings of "
+        f"its own, found on images held out of the training set{keys})."
     )
 
 

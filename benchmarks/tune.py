@@ -30,7 +30,7 @@ from rich.table import Table
 
 import xmoco
 from recipe import RESULTS
-from xmoco.config import Config
+from xmoco.config import KINDS, Config
 from xmoco.data.sources import source_name
 from xmoco.evaluate.evaluation import EvalOptions, Evaluation, labelled_splits
 from xmoco.evaluate.knn import knn_accuracy
@@ -89,7 +89,12 @@ def check_splits(data: str) -> None:
 def digest(config: Config) -> str:
     """Of the settings, in whatever order. Those at their defaults take no part: there was a time
     without them."""
-    text = json.dumps(config.model_dump(mode="json", exclude_defaults=True), sort_keys=True)
+    settings = config.model_dump(mode="json", exclude_defaults=True)
+    for section in KINDS:  # each kind of method has its own name for a default
+        kind = getattr(config, section)
+        if type(kind) is not type(getattr(Config(), section)):
+            settings.setdefault(section, {})["name"] = kind.name
+    text = json.dumps(settings, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 

@@ -17,6 +17,7 @@ from xmoco.data.imagesets import ArrayImages
 from xmoco.evaluate.classify import LINEAR
 from xmoco.evaluate.features import Features
 from xmoco.evaluate.logistic import fit
+from xmoco.settings import load_config
 from xmoco.tables.bench import Bench, Images
 from xmoco.train.engine import build_fabric
 from xmoco.train.loop import Training
@@ -77,15 +78,33 @@ def test_trials_look_at_held_out_training_images_only(compare: Compare, tmp_path
 
 
 def test_watched_runs_keep_their_course(
-    compare: Compare, capsys: pytest.CaptureFixture[str]
+    compare: Compare, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    watched = compare("ours:", "--held-out", "--watch", "1")
-    (point,) = watched[0]["protocol"]["curve"]
-    assert (point["epoch"], point["knn"]) == (1, pytest.approx(watched[0]["value"], abs=1e-3))
-    assert point["step"] > 0
-    with pytest.raises(SystemExit):
-        compare("ours:", "--watch", "1")
-    assert "test images are looked at once" in capsys.readouterr().err
+    arguments = ("ours: log_every=1", "--held-out", "--watch", "1", "--runs", "kept")
+    judged = Bench.knn
+
+    def fails_the_second_time(self: Bench, *settings: Any, **k: int) -> float:
+        monkeypatch.setattr(Bench, "knn", fails)
+        return judged(self, *settings, **k)
+
+    def fails(*_: Any, **__: Any) -> float:
+        raise RuntimeError("the machine went away")
+
+    monkeypatch.setattr(Bench, "knn", fails_the_second_time)
+    with pytest.raises(RuntimeError, match="went away"):
+        compare(*arguments, "--epochs", "2")
+    monkeypatch.setattr(Bench, "knn", judged)
+    first, *others = compare(*arguments, "--epochs", "2")  # goes on
+    one, two = first["protocol"]["curve"]
+    assert (one["epoch"], two["epoch"]) == (1, 2)
+    assert two["knn"] == pytest.approx(first["value"], abs=1e-3)
+    assert one["step"] < two["step"]
+    assert one["loss"] > 0
+    assert {r["protocol"]["watched_every"] for r in (first, *others)} == {1}
+    for mistake, words in (("1", "test images are looked at once"), ("0", "no number of epochs")):
+        with pytest.raises(SystemExit):
+            compare("ours:", "--watch", mistake)
+        assert words in capsys.readouterr().err
 
 
 def test_a_linear_classifier_for_the_last_seed(
@@ -122,6 +141,16 @@ def test_a_stopped_run_goes_on(
     monkeypatch.setattr(Bench, "_judged", judged)
     monkeypatch.setattr(Training, "advance", fails)  # no step is taken twice
     assert {r["seed"] for r in compare("ours:", "--runs", "kept")} == {0}
+
+
+def test_methods_have_kept_runs_and_digests_of_their_own(compare: Compare, tmp_path: Path) -> None:
+    """Though both have all their settings at the defaults."""
+    compare("ours:", "moco: method=mocov2plus", "--runs", "kept")
+    assert len(list((tmp_path / "kept").iterdir())) == 2
+    digest = importlib.import_module("tune").digest
+    methods = [load_config("demo", [f"method={name}"]) for name in ("xmoco", "mocov2plus", "moco")]
+    assert len({digest(config) for config in methods}) == 3
+    assert digest(load_config("demo")) == digest(methods[0])
 
 
 def test_the_penalty_is_not_chosen_by_the_images_that_are_judged(monkeypatch: Any) -> None:

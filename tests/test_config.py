@@ -258,6 +258,20 @@ def test_methods_without_banks(name: str) -> None:
         load_config("demo", [f"method={name}", "bank_length=8"])
 
 
+@pytest.mark.parametrize(
+    ("changes", "subject"),
+    [
+        ("positive_mass_end=0.5", "xmoco+"),
+        ("positive_mass_end=0.9", "xmoco"),  # where it is already
+        ("positive_mass_end=0.5 label_weight=0", "xmoco"),
+    ],
+)
+def test_what_is_not_in_the_paper_has_another_name(changes: str, subject: str) -> None:
+    assert load_config("demo", changes.split()).method.subject == subject
+    with pytest.raises(UserError, match="mocov2plus has no setting positive_mass_end"):
+        load_config("demo", ["method=mocov2plus", "positive_mass_end=0.5"])
+
+
 @pytest.mark.parametrize("idea", ["consistency_weight", "label_weight"])
 def test_xmocos_ideas_are_settings_of_methods_with_negatives(idea: str) -> None:
     """Off unless asked for; whose loss has one direction must take both."""

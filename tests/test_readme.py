@@ -616,12 +616,14 @@ def test_the_time_of_a_run_tells_how_often_knn_was_in_it(tables: ModuleType, pla
 
 def test_methods_are_compared_if_they_were_measured(tables: ModuleType, place: Any) -> None:
     assert tables.methods_table(place) == ""
-    records = [knn("untrained", 17, 0), knn("byol", 80, 6), knn("swav", 85, 6), knn("swav", 90, 6)]
-    append_records(place.results / "methods.jsonl", records)
+    values = {"byol": (17, 80), "swav": (16, 95)}, {"swav": (15, 90)}  # once more
+    for measured in values:
+        for method, (before, after) in measured.items():
+            pair = [knn("untrained", before, 0), knn(method, after, 6)]
+            append_records(place.results / "methods.jsonl", pair)
     assert rows_of(tables.methods_table(place))[2:] == [
-        "| SwAV, 6 epochs | 90.0 % |",
-        "| BYOL, 6 epochs | 80.0 % |",
-        "| untrained backbone | 17.0 % |",
+        "| SwAV, 6 epochs | 15.0 % | 90.0 % |",
+        "| BYOL, 6 epochs | 17.0 % | 80.0 % |",
     ]
 
 
@@ -836,19 +838,52 @@ def test_the_headline_tells_size_seed_and_time(tables: ModuleType, place: Any) -
 
 
 def test_the_headline_tells_who_is_ahead_on_photographs(tables: ModuleType, place: Any) -> None:
-    def measured(subject: str, value: float, seed: int, **changed: Any) -> Record:
-        facts = {"changes": "", "split": "test", "k": 20} | changed
-        return Record("knn_top1", value, "%", subject, tables.PHOTOGRAPHS, facts, seed)
+    facts = {"recipe": "imagenette", "recipe_digest": "new", "changes": "", "split": "test"}
+    facts |= {"epochs": 200, "size": 128, "k": 20, "settings": {"method": {"weak_keys": True}}}
 
-    file = place.results / "compare-imagenette.jsonl"
-    append_records(file, [measured("xmoco+", 85, 0), measured("xmoco+", 86, 1)])
-    assert tables.headline(place) == ""  # nobody to compare with
-    other = {"k": 200}, {"split": "validation, held out of the training images"}
-    append_records(file, [measured("mocov2plus", 99, 0, **changed) for changed in other])
-    assert tables.headline(place) == ""
-    append_records(file, [measured("mocov2plus", 87, 0), measured("mocov2plus", 87, 1)])
-    expected = "names with MoCo v2+ 87.0 ± 0.0 %, with XMoCo+ 85.5 ± 0.7 % of the test images"
-    assert expected in tables.headline(place)
+    def add(subject: str, *values: float, seed: int = 0, day: int = 3, **changed: Any) -> str:
+        """What the page says then; values are of one seed after the other."""
+        records = [
+            Record("knn_top1", value, "%", subject, tables.PHOTOGRAPHS, facts | changed, number)
+            for number, value in enumerate(values, seed)
+        ]
+        when = {"time": f"2026-01-0{day}T00:00:00Z"}
+        append_records(
+            place.results / "compare-imagenette.jsonl",
+            [Record(**asdict(record) | when) for record in records],
+        )
+        return str(tables.headline(place))
+
+    assert add("xmoco+", 85, 86) == ""  # nobody to compare with
+    held_out = "validation, held out of the training images"
+    for other in ({"k": 200}, {"split": held_out}, {"size": 64}, {"recipe_digest": "old"}):
+        assert add("mocov2plus", 99, 99, day=2, **other) == ""
+    assert add("mocov2plus", 87) == ""  # one seed against two
+    text = add("mocov2plus", 88, seed=1)
+    assert "after 200 epochs of photographs of 128 px, a vote of the 20 nearest" in text
+    ahead = "names with MoCo v2+ 87.5 ± 0.7 %, with XMoCo+ 85.5 ± 0.7 % of the test images rightly"
+    assert ahead in text
+    assert "(seeds 0, 1; each with settings of its own" in text
+    assert "; all with keys of [weak views]" in text
+    assert ahead in add("xmoco+", 10, 10, changes="batch=8")  # a variant
+    last = add("xmoco", 95, 95, settings={"method": {"weak_keys": False}})
+    assert "names with XMoCo 95.0 ± 0.0 %, with MoCo" in last
+    assert "weak views" not in last
+
+
+def test_what_test_images_chose_is_not_shown(tables: ModuleType, place: Any) -> None:
+    facts = {"recipe_digest": "d", "changes": "", "size": 128, "strengths": [1, 2]}
+
+    def measured(value: float, **changed: Any) -> Record:
+        return Record("logistic_top1", value, "%", "xmoco", "pets", facts | changed, 0)
+
+    chosen = {"split": "test", "strength_chosen_on": "others"}
+    records = [measured(91, split="test"), measured(81, **chosen), measured(71, split="validation")]
+    append_records(place.results / "compare-pets.jsonl", records)
+    text = tables.comparison_tables(place)
+    assert "91.0 %" not in text
+    assert "81.0 %" in text
+    assert "71.0 %" in text
 
 
 # Speed

@@ -328,13 +328,6 @@ class TwoBanksConfig(BankIdeasConfig, MoCoConfig):
         description="Whose similarities labels and consistency targets are made of: `queries` as "
         "in the paper, or the momentum encoder's `keys`.",
     )
-    positive_mass_end: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="Where ξ arrives at the end of training, along a half cosine; null: it stays, "
-        "as in the paper.",
-    )
 
 
 class XMoCoConfig(TwoBanksConfig):
@@ -347,16 +340,19 @@ class XMoCoConfig(TwoBanksConfig):
     consistency_weight: float = Field(
         1.0, ge=0, description="Weight of the cross-similarity consistency terms; 0: none."
     )
+    positive_mass_end: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Where ξ arrives at the end of training, along a half cosine; null: it stays, "
+        "as in the paper.",
+    )
 
     @property
     def subject(self) -> str:
         """XMoCo+ with what is not in the paper, lest its figures be taken for the paper's."""
-        more = (
-            self.teacher == "keys"
-            or self.weak_keys
-            or self.predictor_hidden
-            or self.positive_mass_end is not None
-        )
+        rises = self.label_weight > 0 and self.positive_mass_end not in (None, self.positive_mass)
+        more = self.teacher == "keys" or self.weak_keys or self.predictor_hidden or rises
         return f"{self.name}+" if more else self.name
 
     @property

@@ -335,6 +335,15 @@ def test_a_rising_positive_mass_reaches_the_labels(weight: float) -> None:
     assert not torch.isclose(first.terms["labels_source"], last.terms["labels_source"])
 
 
+@pytest.mark.parametrize(("end", "shared"), [(None, False), (0.5, True)])
+def test_labels_that_will_be_shared_can_be_looked_at(end: float | None, shared: bool) -> None:
+    method = built(XMoCoConfig(bank_length=24, positive_mass=1.0, positive_mass_end=end))
+    assert isinstance(method, XMoCo)
+    features = torch.randn(2, 6, 16, generator=torch.Generator().manual_seed(0))
+    q, k = torch.nn.functional.normalize(features, dim=-1)
+    assert (method.loss.labels_among(q, k, k, 0.2) is not None) == shared
+
+
 def test_levels_that_losses_are_compared_with() -> None:
     chance = dict.fromkeys(("xmoco", "mocov2plus", "sce", "co2", "jcl"), math.log(25))
     chance |= {"swav": math.log(7), "uota": math.log(7), "ressl": math.log(24)}

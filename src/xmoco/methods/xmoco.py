@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from xmoco.config import Config, TwoBanksConfig
+from xmoco.config import Config, TwoBanksConfig, XMoCoConfig
 from xmoco.losses import XMoCoLoss
 from xmoco.losses.bank import KeyBanks
 from xmoco.losses.contrast import Contrast
@@ -27,12 +27,15 @@ class XMoCo(BankMethod):
     def __init__(self, config: Config) -> None:
         settings = config.method
         assert isinstance(settings, TwoBanksConfig)
+        xi = xi_end = settings.positive_mass
+        if isinstance(settings, XMoCoConfig):
+            xi_end = settings.positive_mass_end or xi
         loss = XMoCoLoss(  # owns the banks and the label history
             feature_size=config.model.feature_size,
             bank_length=settings.bank_length,
             temperature=settings.temperature,
             sharpness=settings.sharpness,
-            positive_mass=settings.positive_mass,
+            positive_mass=min(xi, xi_end),  # of a step: see ``schedules``
             iterations=settings.sinkhorn_iterations,
             history=settings.history,
             label_weight=settings.label_weight,
@@ -46,8 +49,7 @@ class XMoCo(BankMethod):
         self.consistency_weight = warmed_up(
             settings.consistency_weight, settings.consistency_warmup_epochs
         )
-        w, xi = settings.label_weight, settings.positive_mass
-        xi_end = settings.positive_mass_end or xi
+        w = settings.label_weight
         self.positive_mass = rising(weighted_mass(w, xi), weighted_mass(w, xi_end))
 
     @property

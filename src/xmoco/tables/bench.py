@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from xmoco.config import Config, DataConfig, InputConfig
+from xmoco.config import KINDS, Config, DataConfig, InputConfig
 from xmoco.data import ImageSet
 from xmoco.data.batches import preload
 from xmoco.data.fingerprint import fingerprint
@@ -42,6 +42,7 @@ STRENGTHS = (10.0, 1.0, 0.1, 0.01, 0.001)
 CHOOSING_SHARE = 0.2
 """Of the training images, by which a strength is chosen: never by the images that are judged."""
 KNN_TEMPERATURE = 0.1
+WATCHING = ("log_every", "checkpoint_minutes")
 HELD_OUT = "validation, held out of the training images"
 
 Kept = Measured[dict[str, Any]]
@@ -317,11 +318,18 @@ class Bench:
 
 
 def lasting(config: Config) -> dict[str, Any]:
-    """The settings on which the weights depend, as they are read back from a file."""
-    settings = config.model_dump(mode="json", exclude={"run", "data", "monitor"})
-    for watching in ("log_every", "checkpoint_minutes"):
-        del settings["train"][watching]
-    return plain(settings)
+    """The settings on which the weights depend, as they are read back from a file.
+
+    Of them, what differs from xmoco's defaults: settings that are younger than a checkpoint or a
+    record change nothing. Data, device and watching take no part.
+    """
+    settings = config.model_dump(
+        mode="json", exclude_defaults=True, exclude={"run", "data", "monitor"}
+    )
+    train = {k: v for k, v in settings.get("train", {}).items() if k not in WATCHING}
+    for section in KINDS:
+        settings[section] = {"name": getattr(config, section).name, **settings.get(section, {})}
+    return plain({**settings, "train": train})
 
 
 def bank_bytes(method: Method) -> int:

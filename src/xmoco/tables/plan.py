@@ -5,17 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xmoco.config import KINDS, Config
+from xmoco.config import Config
 from xmoco.data.sources import source_name
 from xmoco.errors import UserError, nearest
 from xmoco.planning import with_full_paths
 from xmoco.settings import load_config
-from xmoco.tables.bench import Trial, split_facts
+from xmoco.tables.bench import Trial, lasting, split_facts
 from xmoco.tables.definition import Row, Table
-from xmoco.train.run_folder import plain
-
-UNLIKE = ("seed", "epochs", "log_every", "checkpoint_minutes")
-"""Of training: what is told by itself, or changes nothing."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +108,7 @@ def trials_of_rows(table: Table, overrides: Sequence[str] = ()) -> dict[str, Tri
 
 
 def own_settings(config: Config) -> dict[str, Any]:
-    """What differs from xmoco's defaults: settings that are younger than a record change nothing.
-
-    Data, device and watching take no part, nor do epochs and seed, which records tell themselves.
-    """
-    settings = config.model_dump(
-        mode="json", exclude_defaults=True, exclude={"run", "data", "monitor"}
-    )
-    train = {k: v for k, v in settings.get("train", {}).items() if k not in UNLIKE}
-    for section in KINDS:
-        settings[section] = {"name": getattr(config, section).name, **settings.get(section, {})}
-    return plain({**settings, "train": train})
+    """Those that last, but for epochs and seed, which records tell themselves."""
+    settings = lasting(config)
+    train = {k: v for k, v in settings["train"].items() if k not in ("epochs", "seed")}
+    return {**settings, "train": train}
