@@ -4,16 +4,21 @@ Pictures are uint8 tensors of shape (3, height, width); sheets are PNG files as 
 transparent paper, with writing in a grey that reads on light and dark pages alike.
 """
 
+from bisect import bisect
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backend_bases import RendererBase
+from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from matplotlib.typing import LineStyleType
 from torch import Tensor
 
-from xmoco.report.curves import to_png
+from xmoco.report.curves import DPI, to_png
+from xmoco.text import printable
 
 INK = "#7b8087"
 RIGHT, WRONG = "#0f8fd0", "#e07b1a"
@@ -25,19 +30,25 @@ VERDICTS: Mapping[bool, tuple[str, str, LineStyleType]] = {
 line."""
 CELL = 1.15  # inches, of which a picture leaves a gap
 GAP = 0.09
-MARGIN = 0.3  # left of the pictures or above them, for titles
+HEADING = 0.3  # above the pictures, for titles of columns
+TITLE, CAPTION = 9, 8  # points
+LINE = 1.2 * CAPTION / 72  # inches
+WIDEST_TITLE = 2.5
 LARGE_CELL = 3.6
+RULER: RendererBase = RendererAgg(1, 1, DPI)  # type: ignore[no-untyped-call]
 
 
 def views_sheet(names: Sequence[str], columns: Sequence[Sequence[Tensor]]) -> bytes:
     """One column per image: the original on top, its views of these names below."""
     if not columns:
         raise ValueError("a sheet of views needs at least one image")
-    sheet = _Sheet(rows=1 + len(names), columns=len(columns))
+    titles = [_fitting(title, TITLE, WIDEST_TITLE) for title in ("original", *names)]
+    margin = GAP + max(_width(title, TITLE) for title in titles)
+    sheet = _Sheet(rows=len(titles), columns=len(columns), margin=margin)
     for column, pictures in enumerate(columns):
         for row, picture in enumerate(pictures):
             sheet.show(row, column, picture)
-    for row, title in enumerate(("original", *names)):
+    for row, title in enumerate(titles):
         sheet.name_row(row, title)
     return to_png(sheet.figure)
 
@@ -63,24 +74,26 @@ def neighbours_sheet(
             f"{len(queries)} queries, neighbours {tuple(neighbours.shape[:2])} and similarities "
             f"{tuple(similarities.shape)} do not belong together"
         )
-    sheet = _Sheet(rows=count, columns=1 + nearest, heading=MARGIN, caption=0.2)
+    if count == 0:
+        raise ValueError("a sheet of neighbours needs at least one query")
+    lines = 1 if classes is None or neighbour_labels is None else 2
+    sheet = _Sheet(rows=count, columns=1 + nearest, heading=HEADING, lines=lines)
     sheet.name_column(0, "query")
     for row in range(count):
         sheet.show(row, 0, queries[row])
         if query_labels is not None and classes is not None:
-            sheet.caption(row, 0, _short(classes[int(query_labels[row])]))
+            sheet.caption(row, 0, [classes[int(query_labels[row])]])
         for rank in range(nearest):
             picture = sheet.show(row, 1 + rank, neighbours[row, rank])
-            caption = form.format(float(similarities[row, rank]))
+            similarity = form.format(float(similarities[row, rank]))
             if query_labels is None or neighbour_labels is None:
-                sheet.caption(row, 1 + rank, caption)
+                sheet.caption(row, 1 + rank, [similarity])
             else:
                 label = int(neighbour_labels[row, rank])
                 right = label == int(query_labels[row])
-                if classes is not None and not right:
-                    caption += " " + _short(classes[label])
+                named = [] if right or classes is None else [classes[label]]
                 mark, colour, line = VERDICTS[right]
-                sheet.caption(row, 1 + rank, f"{mark} {caption}", colour)
+                sheet.caption(row, 1 + rank, [f"{mark} {similarity}", *named], colour)
                 sheet.frame(picture, colour, line)
     return to_png(sheet.figure)
 
@@ -98,21 +111,35 @@ def pictures_sheet(pictures: Sequence[Tensor], columns: int = 2) -> bytes:
     return to_png(figure)
 
 
-def _short(name: str) -> str:
-    """A class name that does not run into the next cell."""
-    return name if len(name) <= 12 else name[:11] + "…"
+def _fitting(text: str, size: float, inches: float) -> str:
+    """The text on one line, and its end left out where it is wider than this."""
+    text = printable(text)
+    if _width(text, size) <= inches:
+        return text
+    kept = bisect(range(1, len(text)), inches, key=lambda n: _width(text[:n] + "…", size))
+    return text[:kept].rstrip() + "…"
+
+
+def _width(text: str, size: float) -> float:
+    """In inches, of letters of this many points, as they are drawn: with all their hinting."""
+    font = FontProperties(size=size)
+    width, _, _ = RULER.get_text_width_height_descent(text, font, ismath=False)
+    return width / DPI
 
 
 class _Sheet:
-    """A grid of pictures, with room for a heading and for captions of these heights in inches.
+    """A grid of pictures, with room for titles left and above, in inches, and for lines below each.
 
     All are drawn on one pair of axes, whose unit is the inch: as many axes as pictures would take
     a second and more to lay out.
     """
 
-    def __init__(self, rows: int, columns: int, heading: float = 0.0, caption: float = 0.0) -> None:
-        self.heading, self.row_height = heading, CELL + caption
-        width, height = MARGIN + CELL * columns, heading + self.row_height * rows
+    def __init__(
+        self, rows: int, columns: int, margin: float = 0.0, heading: float = 0.0, lines: int = 0
+    ) -> None:
+        self.margin, self.heading = margin, heading
+        self.row_height = CELL + (LINE * lines + GAP if lines else 0)
+        width, height = margin + CELL * columns, heading + self.row_height * rows
         self.figure = Figure(figsize=(width, height), facecolor="none")
         FigureCanvasAgg(self.figure)
         self.axes = self.figure.add_axes((0, 0, 1, 1))
@@ -135,15 +162,18 @@ class _Sheet:
 
     def name_row(self, row: int, title: str) -> None:
         _, y = self._middle(row, 0)
-        self._write(MARGIN / 2, y, title, INK, 9, rotation=90)
+        self._write(self.margin - GAP / 2, y, title, INK, TITLE, align="right")
 
     def name_column(self, column: int, title: str) -> None:
         x, _ = self._middle(0, column)
-        self._write(x, self.heading / 2, title, INK, 9)
+        self._write(x, self.heading / 2, title, INK, TITLE)
 
-    def caption(self, row: int, column: int, text: str, colour: str = INK) -> None:
+    def caption(self, row: int, column: int, lines: Sequence[str], colour: str = INK) -> None:
+        """Each line as far as it fits below the picture."""
         x, y = self._middle(row, column)
-        self._write(x, y + CELL / 2 + 0.05, text, colour, 8)
+        for number, line in enumerate(lines):
+            fitting = _fitting(line, CAPTION, CELL - GAP)
+            self._write(x, y + CELL / 2 + LINE * (number + 0.5), fitting, colour, CAPTION)
 
     def frame(self, picture: AxesImage, colour: str, line: LineStyleType) -> None:
         left, right, bottom, top = picture.get_extent()
@@ -152,10 +182,16 @@ class _Sheet:
         self.axes.add_patch(frame)
 
     def _middle(self, row: int, column: int) -> tuple[float, float]:
-        return MARGIN + CELL * (column + 0.5), self.heading + self.row_height * row + CELL / 2
+        return self.margin + CELL * (column + 0.5), self.heading + self.row_height * row + CELL / 2
 
     def _write(
-        self, x: float, y: float, text: str, colour: str, size: float, rotation: float = 0
+        self,
+        x: float,
+        y: float,
+        text: str,
+        colour: str,
+        size: float,
+        align: Literal["center", "right"] = "center",
     ) -> None:
         self.axes.text(
             x,
@@ -163,8 +199,7 @@ class _Sheet:
             text,
             color=colour,
             fontsize=size,
-            rotation=rotation,
-            ha="center",
+            ha=align,
             va="center",
             parse_math=False,  # names may hold dollar signs
         )
