@@ -4,8 +4,8 @@
 
 As many images as COCO's validation set has, with as many detections in each as it admits, all made
 up from a seed: objects of 80 categories, and detections of which most lie near one of them. Both
-begin with arrays and end with the twelve figures. A table is printed and records go to
-benchmarks/results.
+begin with arrays and end with the six average precisions that xmoco tells, which must be equal. A
+table is printed and records go to benchmarks/results.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from pycocotools.cocoeval import COCOeval
 from rich.console import Console
 from rich.table import Table
 
+from detection_tables import JUDGES
 from recipe import RESULTS
 from xmoco.data import ArrayImages
 from xmoco.detect.metrics import MEASURES, Detections, judge_coco
@@ -37,11 +38,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--images", type=int, default=5000)
-    parser.add_argument("--detections", type=int, default=100, help="in each image")
-    parser.add_argument("--objects", type=int, default=7, help="in an image, on the average")
-    parser.add_argument("--rounds", type=int, default=5, help="of ours; pycocotools has one")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--images", type=at_least(1), default=5000)
+    parser.add_argument("--detections", type=at_least(1), default=100, help="in each image")
+    parser.add_argument("--objects", type=at_least(1), default=7, help="in an image, on average")
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="of ours; pycocotools has 1")
+    parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
 
@@ -71,8 +72,20 @@ def main() -> None:
     table.add_column("")
     table.add_column("seconds", justify="right")
     for who, (value, _) in rows.items():
-        table.add_row(who, f"{value:.2f}")
+        table.add_row(JUDGES[who], f"{value:.2f}")
     Console().print(table)
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        try:
+            if (given := int(text)) >= least:
+                return given
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+
+    return number
 
 
 def made_up(images: int, each: int, found: int, seed: int) -> tuple[DetectionSet, Detections]:

@@ -1,10 +1,12 @@
-"""Tables of what detectors reached on several backbones: the mean over seeds, and its deviation."""
+"""Tables of what detectors reached on several backbones: the mean over seeds, and its deviation;
+and of how long it takes to judge what they found.
+"""
 
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from told import NOTHING, Place, name_of
+from told import NOTHING, AnyRecord, Place, name_of
 from xmoco.detect.models import DESIGNS
 from xmoco.records import DetectionProtocol, Measured, read_records
 from xmoco.report.circumstances import (
@@ -21,6 +23,8 @@ COLUMNS = {
     for kind, what in (("box", "boxes"), ("mask", "masks"))
     for measure, name in (("ap", "AP"), ("ap50", "AP50"), ("ap75", "AP75"))
 }
+JUDGES = {"xmoco": "xmoco, by hotcoco", "pycocotools": "pycocotools"}
+"""By the subjects of records."""
 
 
 def detection_tables(place: Place, pattern: str = "detect.jsonl") -> str:
@@ -80,3 +84,35 @@ def cell(values: Sequence[float]) -> str:
         return NOTHING
     mean = f"{statistics.fmean(values):.1f}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.1f}"
+
+
+def judging_tables(place: Place, pattern: str = "detect-metrics.jsonl") -> str:
+    """One for every number of images and detections; rows by who judged."""
+    tables = []
+    for file in place.files(pattern):
+        records = read_records(file, AnyRecord, ["judge_seconds"])
+        for alike in grouped(map(of_the_host, records), judged):
+            last = last_of_each(alike, lambda r: r.subject)
+            rows = [
+                [JUDGES[r.subject], f"{r.value:#.3g} {r.unit}", str(r.protocol["rounds"])]
+                for r in last
+            ]
+            text = markdown_table(["judged by", "median time", "rounds"], "lrr", rows)
+            tables += [
+                f"**{judged(last[0])}**",
+                section(text, circumstances(last), place.link(file)),
+            ]
+    return "\n\n".join(tables)
+
+
+def judged(record: AnyRecord) -> str:
+    return ", ".join(
+        f"{record.protocol[what]:,} {what}"
+        for what in ("images", "objects", "detections", "categories")
+    )
+
+
+def of_the_host(record: AnyRecord) -> AnyRecord:
+    """Without the GPUs of the machine, which have no part in judging."""
+    host = {key: fact for key, fact in record.machine.items() if key != "gpus"}
+    return record.model_copy(update={"machine": host})

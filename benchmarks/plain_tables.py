@@ -114,6 +114,7 @@ SHOWN_ELSEWHERE = (
         "endurance.jsonl",
         "tables*.jsonl",
         "detect.jsonl",
+        "detect-metrics.jsonl",
         "scaling.jsonl",
         "shards.jsonl",
     ),

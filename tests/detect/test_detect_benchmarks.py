@@ -16,6 +16,7 @@ from small_detectors import build_small, small_detectors
 
 import xmoco.detect.evaluation
 from xmoco.detect.masks import bitmap_of_runs
+from xmoco.detect.metrics import MEASURES
 from xmoco.detect.sources import open_detection
 from xmoco.records import Measured, SpeedProtocol, read_records
 
@@ -111,3 +112,49 @@ def test_how_far_above_scratch(benchmarks: None) -> None:
     assert program._above([30.0], [20.0]) == "+10.0"
     assert program._above([30.0, 32.0], [20.0, 22.0]) == "+10.0 (7.1 deviations)"
     assert program._above([20.0], []) == ""
+
+
+@pytest.fixture
+def judging(benchmarks: None) -> ModuleType:
+    return importlib.import_module("detect_metrics")
+
+
+def judge(judging: ModuleType, monkeypatch: pytest.MonkeyPatch, arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["detect_metrics.py", *arguments.split()])
+    judging.main()
+
+
+def test_judging_is_timed_beside_pycocotools(
+    judging: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = f"--images 4 --detections 30 --objects 6 --rounds 3 --results {tmp_path}"
+    judge(judging, monkeypatch, small)
+    (file,) = tmp_path.iterdir()
+    ours, theirs = read_records(file, Measured[dict[str, Any]], ["judge_seconds"])
+    assert (ours.subject, theirs.subject) == ("xmoco", "pycocotools")
+    assert min(ours.value, theirs.value) > 0
+    assert (ours.protocol.pop("rounds"), theirs.protocol.pop("rounds")) == (3, 1)
+    assert ours.protocol == theirs.protocol
+    assert (ours.protocol["images"], ours.protocol["detections"]) == (4, 4 * 30)
+    assert tuple(ours.protocol["figures"]) == MEASURES
+    assert 0 < ours.protocol["figures"]["AP"] < 100
+
+    monkeypatch.setattr(judging, "by_pycocotools", lambda *_: {"AP": 50.0})
+    with pytest.raises(SystemExit, match=r"The figures differ: .* by pycocotools"):
+        judge(judging, monkeypatch, small)
+    assert len(file.read_text(encoding="utf-8").splitlines()) == 2, "nothing is recorded then"
+
+
+@pytest.mark.parametrize("wrong", ["0", "-3", "2.5", "many"])
+@pytest.mark.parametrize("option", ["images", "detections", "objects", "rounds"])
+def test_judging_takes_whole_numbers(
+    judging: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+    wrong: str,
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        judge(judging, monkeypatch, f"--{option}={wrong}")
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith(f"--{option}: '{wrong}' is no whole number of at least 1")

@@ -60,6 +60,42 @@ def test_tables_of_detectors(benchmarks: None, tmp_path: Path) -> None:
         assert fact in text, fact
 
 
+def test_the_table_of_judging_tells_who_judged_on_the_host(
+    benchmarks: None, tmp_path: Path
+) -> None:
+    program = importlib.import_module("detection_tables")
+    place = importlib.import_module("told").Place(tmp_path)
+    assert program.judging_tables(place) == ""
+    machine = {"processor": "Abacus", "threads": 2, "gpus": ["Loom"]}
+    made = {"images": 5000, "objects": 35077, "detections": 500000, "categories": 80}
+    append_records(
+        tmp_path / "detect-metrics.jsonl",
+        [
+            Record("judge_seconds", seconds, "s", subject, "", {**made, **more}, 0, machine=machine)
+            for subject, seconds, more in (
+                ("xmoco", 99.0, {"rounds": 5}),
+                ("xmoco", 0.16268, {"rounds": 5}),  # measured again
+                ("pycocotools", 41.3176, {"rounds": 1}),
+                ("xmoco", 0.02, {"rounds": 3, "images": 500}),
+            )
+        ],
+    )
+    text = program.judging_tables(place)
+    assert [line for line in text.splitlines() if line.startswith(("|", "**"))] == [
+        "**5,000 images, 35,077 objects, 500,000 detections, 80 categories**",
+        "| judged by | median time | rounds |",
+        "| --- | ---: | ---: |",
+        "| xmoco, by hotcoco | 0.163 s | 5 |",
+        "| pycocotools | 41.3 s | 1 |",
+        "**500 images, 35,077 objects, 500,000 detections, 80 categories**",
+        "| judged by | median time | rounds |",
+        "| --- | ---: | ---: |",
+        "| xmoco, by hotcoco | 0.0200 s | 3 |",
+    ]
+    assert "Abacus, 2 threads" in text
+    assert "Loom" not in text, "no GPU took part"
+
+
 def test_records_beneath_the_papers_rows(tmp_path: Path) -> None:
     file = tmp_path / "detect.jsonl"
     append_records(
