@@ -341,7 +341,7 @@ def test_a_run_that_diverged_goes_on_without_the_step(recipe: Path, tmp_path: Pa
     with pytest.MonkeyPatch.context() as patch:
         spoil_at(patch, 7)
         outcome = run_cli("pretrain", "--recipe", recipe, "--out", run)
-        words = "no longer a number at step 7", "step-000000006.ckpt", "--skip-bad-steps"
+        words = "no longer a number at step 7", "step-000000006.ckpt", "skip_bad_steps=true"
         assert_refused(outcome, *words)
         assert_refused(run_cli("pretrain", "--resume", "--out", run), *words)
         outcome = run_cli("pretrain", "--resume", "--out", run, "--skip-bad-steps")

@@ -259,7 +259,7 @@ def _plan(config: Config, steps_per_epoch: int) -> Plan:
             f"accumulate ({train.accumulate} now), which splits a batch into parts"
         ),
         to_converge=(
-            "leave such steps out with --skip-bad-steps; or lower the learning rate, raise a "
+            "leave such steps out with skip_bad_steps=true; or lower the learning rate, raise a "
             "temperature or take precision=fp32"
         ),
     )
