@@ -29,6 +29,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.table import Table
 
+from options import at_least
 from recipe import RESULTS
 from tune import digest
 from xmoco.config import Config
@@ -89,7 +90,7 @@ def main() -> None:
     parser.add_argument("--held-out", action="store_true", help="do not look at the test images")
     parser.add_argument("--share", type=float, default=0.2, help="that is held out")
     parser.add_argument(
-        "--watch", type=count, metavar="EPOCHS", help="also judge every so often, by kNN"
+        "--watch", type=at_least(1), metavar="EPOCHS", help="also judge every so often, by kNN"
     )
     parser.add_argument("--linear", action="store_true", help="also a linear classifier (slow)")
     parser.add_argument("--runs", type=Path, help="keep runs here, so that one goes on if stopped")
@@ -112,12 +113,6 @@ def main() -> None:
             if not trial.own(known_records(path)):  # another call may have been faster
                 attempt(bench, entry, trial, path, options)
     show(trials, known_records(path), options)
-
-
-def count(text: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of epochs.")
-    return int(text)
 
 
 def records_file(options: argparse.Namespace) -> Path:

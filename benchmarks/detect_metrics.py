@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from detection_tables import JUDGES
+from options import at_least
 from recipe import RESULTS
 from xmoco.data import ArrayImages
 from xmoco.detect.metrics import MEASURES, Detections, judge_coco
@@ -74,18 +75,6 @@ def main() -> None:
     for who, (value, _) in rows.items():
         table.add_row(JUDGES[who], f"{value:.2f}")
     Console().print(table)
-
-
-def at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        try:
-            if (given := int(text)) >= least:
-                return given
-        except ValueError:
-            pass
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
-
-    return number
 
 
 def made_up(images: int, each: int, found: int, seed: int) -> tuple[DetectionSet, Detections]:

@@ -87,7 +87,7 @@ HEADLINE = "linear (MoCo)"
 
 METHODS_SAY = (
     "All were trained on the embedded patterns for a few minutes each, to show that they learn: "
-    "so short a training does not tell which of them is the best on photographs. `Supervised` was "
+    "so short a training does not tell which of them is the best on photographs. `supervised` was "
     "told the classes."
 )
 

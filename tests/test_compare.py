@@ -101,7 +101,10 @@ def test_watched_runs_keep_their_course(
     assert one["step"] < two["step"]
     assert one["loss"] > 0
     assert {r["protocol"]["watched_every"] for r in (first, *others)} == {1}
-    for mistake, words in (("1", "test images are looked at once"), ("0", "no number of epochs")):
+    for mistake, words in (
+        ("1", "test images are looked at once"),
+        ("0", "no whole number of at least 1"),
+    ):
         with pytest.raises(SystemExit):
             compare("ours:", "--watch", mistake)
         assert words in capsys.readouterr().err

@@ -329,6 +329,11 @@ class TwoBanksConfig(BankIdeasConfig, MoCoConfig):
         "in the paper, or the momentum encoder's `keys`.",
     )
 
+    @property
+    def last_positive_mass(self) -> float:
+        """ξ at the end of training."""
+        return self.positive_mass
+
 
 class XMoCoConfig(TwoBanksConfig):
     name: Literal["xmoco"] = Field("xmoco", description="Extended momentum contrast.")
@@ -349,10 +354,14 @@ class XMoCoConfig(TwoBanksConfig):
     )
 
     @property
+    def last_positive_mass(self) -> float:
+        return self.positive_mass_end or self.positive_mass
+
+    @property
     def subject(self) -> str:
         """XMoCo+ with what is not in the paper, lest its figures be taken for the paper's."""
-        rises = self.label_weight > 0 and self.positive_mass_end not in (None, self.positive_mass)
-        more = self.teacher == "keys" or self.weak_keys or self.predictor_hidden or rises
+        changes = self.label_weight > 0 and self.last_positive_mass != self.positive_mass
+        more = self.teacher == "keys" or self.weak_keys or self.predictor_hidden or changes
         return f"{self.name}+" if more else self.name
 
     @property

@@ -6,6 +6,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 from unittest.mock import Mock
 
@@ -30,21 +31,15 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[Decoders]:
-    """For tests that do no harm to processes."""
-    pool = Decoders()
-    pool._met = decoders.WORTH_STARTING
-    yield pool
-    pool.close()
+def pool() -> Iterator[Decoders]:
+    """Processes that start with the first image."""
+    with closing(Decoders()) as found:
+        found._met = decoders.WORTH_STARTING
+        yield found
 
 
-@pytest.fixture
-def own() -> Iterator[Decoders]:
-    pool = Decoders()
-    pool._met = decoders.WORTH_STARTING
-    yield pool
-    pool.close()
+shared = pytest.fixture(scope="module", name="shared")(pool)  # where none comes to harm
+own = pytest.fixture(name="own")(pool)
 
 
 @pytest.fixture

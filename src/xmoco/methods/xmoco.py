@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from xmoco.config import Config, TwoBanksConfig, XMoCoConfig
+from xmoco.config import Config, TwoBanksConfig
 from xmoco.losses import XMoCoLoss
 from xmoco.losses.bank import KeyBanks
 from xmoco.losses.contrast import Contrast
@@ -27,15 +27,13 @@ class XMoCo(BankMethod):
     def __init__(self, config: Config) -> None:
         settings = config.method
         assert isinstance(settings, TwoBanksConfig)
-        xi = xi_end = settings.positive_mass
-        if isinstance(settings, XMoCoConfig):
-            xi_end = settings.positive_mass_end or xi
+        xi, xi_end = settings.positive_mass, settings.last_positive_mass
         loss = XMoCoLoss(  # owns the banks and the label history
             feature_size=config.model.feature_size,
             bank_length=settings.bank_length,
             temperature=settings.temperature,
             sharpness=settings.sharpness,
-            positive_mass=min(xi, xi_end),  # of a step: see ``schedules``
+            positive_mass=min(xi, xi_end),  # whether negatives ever have a share; a step tells ξ
             iterations=settings.sinkhorn_iterations,
             history=settings.history,
             label_weight=settings.label_weight,

@@ -6,18 +6,16 @@ transparent paper, with writing in a grey that reads on light and dark pages ali
 
 from bisect import bisect
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
-from matplotlib.backend_bases import RendererBase
-from matplotlib.backends.backend_agg import FigureCanvasAgg, RendererAgg
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 from matplotlib.image import AxesImage
 from matplotlib.patches import Rectangle
 from matplotlib.typing import LineStyleType
 from torch import Tensor
 
-from xmoco.report.curves import DPI, to_png
+from xmoco.report.canvas import Canvas
+from xmoco.report.curves import to_png
 from xmoco.text import printable
 
 INK = "#7b8087"
@@ -35,21 +33,17 @@ TITLE, CAPTION = 9, 8  # points
 LINE = 1.2 * CAPTION / 72  # inches
 WIDEST_TITLE = 2.5
 LARGE_CELL = 3.6
-RULER: RendererBase = RendererAgg(1, 1, DPI)  # type: ignore[no-untyped-call]
 
 
 def views_sheet(names: Sequence[str], columns: Sequence[Sequence[Tensor]]) -> bytes:
     """One column per image: the original on top, its views of these names below."""
     if not columns:
         raise ValueError("a sheet of views needs at least one image")
-    titles = [_fitting(title, TITLE, WIDEST_TITLE) for title in ("original", *names)]
-    margin = GAP + max(_width(title, TITLE) for title in titles)
-    sheet = _Sheet(rows=len(titles), columns=len(columns), margin=margin)
+    titles = ("original", *names)
+    sheet = _Sheet(rows=len(titles), columns=len(columns), titles=titles)
     for column, pictures in enumerate(columns):
         for row, picture in enumerate(pictures):
             sheet.show(row, column, picture)
-    for row, title in enumerate(titles):
-        sheet.name_row(row, title)
     return to_png(sheet.figure)
 
 
@@ -111,40 +105,32 @@ def pictures_sheet(pictures: Sequence[Tensor], columns: int = 2) -> bytes:
     return to_png(figure)
 
 
-def _fitting(text: str, size: float, inches: float) -> str:
-    """The text on one line, and its end left out where it is wider than this."""
-    text = printable(text)
-    if _width(text, size) <= inches:
-        return text
-    kept = bisect(range(1, len(text)), inches, key=lambda n: _width(text[:n] + "…", size))
-    return text[:kept].rstrip() + "…"
+class _Sheet(Canvas):
+    """A grid of pictures, with titles left of its rows, where they have any, room for a heading
+    above, in inches, and for lines below each.
 
-
-def _width(text: str, size: float) -> float:
-    """In inches, of letters of this many points, as they are drawn: with all their hinting."""
-    font = FontProperties(size=size)
-    width, _, _ = RULER.get_text_width_height_descent(text, font, ismath=False)
-    return width / DPI
-
-
-class _Sheet:
-    """A grid of pictures, with room for titles left and above, in inches, and for lines below each.
-
-    All are drawn on one pair of axes, whose unit is the inch: as many axes as pictures would take
-    a second and more to lay out.
+    All are drawn on one pair of axes: as many axes as pictures would take a second and more to lay
+    out.
     """
 
     def __init__(
-        self, rows: int, columns: int, margin: float = 0.0, heading: float = 0.0, lines: int = 0
+        self,
+        rows: int,
+        columns: int,
+        titles: Sequence[str] = (),
+        heading: float = 0.0,
+        lines: int = 0,
     ) -> None:
-        self.margin, self.heading = margin, heading
+        super().__init__("none", color=INK, ha="center", va="center")
+        titles = [self._fitting(title, TITLE, WIDEST_TITLE) for title in titles]
+        widths = [self.width(title, fontsize=TITLE) for title in titles]
+        self.margin = GAP + max(widths) if widths else 0.0
+        self.heading = heading
         self.row_height = CELL + (LINE * lines + GAP if lines else 0)
-        width, height = margin + CELL * columns, heading + self.row_height * rows
-        self.figure = Figure(figsize=(width, height), facecolor="none")
-        FigureCanvasAgg(self.figure)
-        self.axes = self.figure.add_axes((0, 0, 1, 1))
-        self.axes.set_axis_off()
-        self.axes.set(xlim=(0, width), ylim=(height, 0))
+        self.cut(self.margin + CELL * columns, heading + self.row_height * rows)
+        for row, title in enumerate(titles):
+            _, y = self._middle(row, 0)
+            self.write(self.margin - GAP / 2, y, title, fontsize=TITLE, ha="right")
 
     def show(self, row: int, column: int, picture: Tensor) -> AxesImage:
         """As large as its cell allows, in the middle of it."""
@@ -160,20 +146,17 @@ class _Sheet:
             interpolation="nearest" if max(height, width) <= 128 else "antialiased",
         )
 
-    def name_row(self, row: int, title: str) -> None:
-        _, y = self._middle(row, 0)
-        self._write(self.margin - GAP / 2, y, title, INK, TITLE, align="right")
-
     def name_column(self, column: int, title: str) -> None:
         x, _ = self._middle(0, column)
-        self._write(x, self.heading / 2, title, INK, TITLE)
+        self.write(x, self.heading / 2, title, fontsize=TITLE)
 
     def caption(self, row: int, column: int, lines: Sequence[str], colour: str = INK) -> None:
         """Each line as far as it fits below the picture."""
         x, y = self._middle(row, column)
         for number, line in enumerate(lines):
-            fitting = _fitting(line, CAPTION, CELL - GAP)
-            self._write(x, y + CELL / 2 + LINE * (number + 0.5), fitting, colour, CAPTION)
+            fitting = self._fitting(line, CAPTION, CELL - GAP)
+            below = y + CELL / 2 + LINE * (number + 0.5)
+            self.write(x, below, fitting, fontsize=CAPTION, color=colour)
 
     def frame(self, picture: AxesImage, colour: str, line: LineStyleType) -> None:
         left, right, bottom, top = picture.get_extent()
@@ -184,22 +167,12 @@ class _Sheet:
     def _middle(self, row: int, column: int) -> tuple[float, float]:
         return self.margin + CELL * (column + 0.5), self.heading + self.row_height * row + CELL / 2
 
-    def _write(
-        self,
-        x: float,
-        y: float,
-        text: str,
-        colour: str,
-        size: float,
-        align: Literal["center", "right"] = "center",
-    ) -> None:
-        self.axes.text(
-            x,
-            y,
-            text,
-            color=colour,
-            fontsize=size,
-            ha=align,
-            va="center",
-            parse_math=False,  # names may hold dollar signs
+    def _fitting(self, text: str, size: float, inches: float) -> str:
+        """The text on one line, and its end left out where it is wider than this."""
+        text = printable(text)
+        if self.width(text, fontsize=size) <= inches:
+            return text
+        kept = bisect(
+            range(1, len(text)), inches, key=lambda n: self.width(text[:n] + "…", fontsize=size)
         )
+        return text[:kept].rstrip() + "…"

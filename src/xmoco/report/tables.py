@@ -17,17 +17,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.text import Text
 from pydantic import Field
 
 from xmoco.errors import UserError
 from xmoco.files import write_files
 from xmoco.methods import METHODS
 from xmoco.records import Measured, TransferProtocol, read_records
-from xmoco.report.curves import DPI, LIGHT, to_png
+from xmoco.report.canvas import Canvas
+from xmoco.report.curves import LIGHT, to_png
 
 Mode = Literal["frozen", "end to end"]
 Mark = Literal["best", "second"]
@@ -340,34 +338,13 @@ MARGIN, GAP, ROW_HEIGHT = 0.3, 0.2, 0.25
 NOTE_HEIGHT, NOTE_LETTERS_PER_INCH = 0.18, 16
 LONGEST_NAME = 44  # longer names are cut in the picture; the Markdown has them whole
 SOFT, ACCENT = "#6b7077", LIGHT.curves[0]
-NORMAL: dict[str, Any] = {"fontsize": 9, "color": LIGHT.ink, "parse_math": False}  # $ may be meant
 SMALL: dict[str, Any] = {"fontsize": 7.5, "color": SOFT}
 TITLE: dict[str, Any] = {"fontsize": 12, "weight": "bold"}
 
 
-class _Canvas:
-    """A figure to draw on, at places in inches from its upper left corner."""
-
+class _Canvas(Canvas):
     def __init__(self) -> None:
-        # Texts are as wide as measured only where they are drawn with the same dots.
-        self.figure = Figure(facecolor=LIGHT.paper, dpi=DPI)
-        FigureCanvasAgg(self.figure)
-        self.axes = self.figure.add_axes((0, 0, 1, 1))
-        self.axes.set_axis_off()
-
-    def cut(self, width: float, height: float) -> None:
-        self.figure.set_size_inches(width, height)
-        self.axes.set(xlim=(0, width), ylim=(height, 0))
-
-    def write(self, x: float, y: float, text: str, **style: Any) -> Text:
-        return self.axes.text(x, y, text, **NORMAL | style)
-
-    def width(self, text: str, **style: Any) -> float:
-        """How wide a text would be."""
-        written = self.write(0, 0, text, **style)
-        pixels = written.get_window_extent().width
-        written.remove()
-        return float(pixels / self.figure.dpi)
+        super().__init__(LIGHT.paper, fontsize=9, color=LIGHT.ink)
 
     def line(self, left: float, right: float, y: float, colour: str = LIGHT.ink) -> None:
         self.axes.plot([left, right], [y, y], color=colour, linewidth=1)
