@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from cuda_graph import recorded
 from recipe import RESULTS
 from xmoco.nn.batchnorm import split_statistics
-from xmoco.nn.blocks import FusedBatchNorm1d, FusedBatchNorm2d, fuse_norms
+from xmoco.nn.blocks import FusedBatchNorm1d, FusedBatchNorm2d, fuse_layers
 from xmoco.records import Record, append_records
 
 GROUPS = 8
@@ -91,7 +91,7 @@ def ways(shape: tuple[int, ...]) -> dict[str, Norm]:
     plain = kind(shape[1]).cuda()
     (split,) = split_statistics(nn.Sequential(kind(shape[1])), GROUPS).cuda()
     layers = split_statistics(nn.Sequential(kind(shape[1]), nn.ReLU()), GROUPS).cuda()
-    fuse_norms(layers)
+    fuse_layers(layers)
     (fused, _) = layers
     assert isinstance(fused, FusedBatchNorm1d | FusedBatchNorm2d)
     return {

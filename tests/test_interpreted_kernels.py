@@ -16,7 +16,11 @@ import torch
 triton = pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
-FILES = [HERE / "nn" / "test_fused_norm.py", HERE / "data" / "test_view_kernels.py"]
+FILES = [
+    HERE / "nn" / "test_fused_norm.py",
+    HERE / "nn" / "test_fused_stem.py",
+    HERE / "data" / "test_view_kernels.py",
+]
 # Triton 3.6's interpreter cannot count loops with numpy 2.4.
 OUT_OF_DATE = triton.__version__ < "3.7" and np.__version__ >= "2.4"
 

@@ -20,7 +20,7 @@ from xmoco.nn.blocks import (
     FusedBatchNorm1d,
     FusedBatchNorm2d,
     FusedBottleneck,
-    fuse_norms,
+    fuse_layers,
     fusible,
 )
 from xmoco.nn.encoder import Encoder, build_encoder, momentum_copy
@@ -65,7 +65,7 @@ def test_a_network_computes_what_it_did(name: str, views: int) -> None:
     plain = split_statistics(NETWORKS[name](), groups=2).double()
     stack_views(plain, views)
     fused = copy.deepcopy(plain)
-    fuse_norms(fused)
+    fuse_layers(fused)
     assert_close(learn(fused), learn(plain))
 
 
@@ -73,7 +73,7 @@ def test_a_network_computes_what_it_did(name: str, views: int) -> None:
 def test_nothing_is_left_unfused_and_the_state_keeps_its_names(name: str) -> None:
     network = split_statistics(NETWORKS[name](), groups=2)
     parameters, state = list(network.parameters()), list(network.state_dict())
-    fuse_norms(network)
+    fuse_layers(network)
     assert [id(value) for value in network.parameters()] == [id(value) for value in parameters]
     assert list(network.state_dict()) == state
     kinds = {type(module) for module in network.modules()}
@@ -85,7 +85,7 @@ def test_nothing_is_left_unfused_and_the_state_keeps_its_names(name: str) -> Non
 
 def test_which_norms_end_in_a_relu() -> None:
     encoder = split_statistics(tiny("cifar"), groups=2)
-    fuse_norms(encoder)
+    fuse_layers(encoder)
     assert isinstance(encoder, Encoder)
     block, (_, shortcut) = encoder.backbone.layer2[0], encoder.backbone.layer2[0].downsample
     assert isinstance(block, FusedBasicBlock)
@@ -93,7 +93,7 @@ def test_which_norms_end_in_a_relu() -> None:
     assert encoder.backbone.bn1.relu
     assert all(norm.relu for norm in encoder.head if isinstance(norm, FusedBatchNorm1d))
     bottlenecks = split_statistics(small_bottlenecks(), groups=2)
-    fuse_norms(bottlenecks)
+    fuse_layers(bottlenecks)
     assert isinstance(bottlenecks, ResNet)
     block = bottlenecks.layer1[0]
     assert isinstance(block, FusedBottleneck)
@@ -103,7 +103,7 @@ def test_which_norms_end_in_a_relu() -> None:
 
 def test_a_copy_is_fused_too_and_lives_its_own_life() -> None:
     encoder = split_statistics(tiny("cifar"), groups=2)
-    fuse_norms(encoder)
+    fuse_layers(encoder)
     follower = momentum_copy(encoder)
     images = torch.randn(4, 3, 16, 16)
     assert torch.equal(follower(images), encoder(images))
@@ -118,7 +118,7 @@ def test_a_copy_is_fused_too_and_lives_its_own_life() -> None:
 def test_weights_go_to_and_fro(tmp_path: Path) -> None:
     """A checkpoint of a fused network loads into torchvision's and back, with its results."""
     fused = split_statistics(torchvision.models.resnet18(num_classes=4), groups=2)
-    fuse_norms(fused)
+    fuse_layers(fused)
     fused(torch.randn(4, 3, 32, 32))  # moves the running statistics
     torch.save(fused.state_dict(), tmp_path / "weights.pt")
     ordinary = torchvision.models.resnet18(num_classes=4)
@@ -131,9 +131,9 @@ def test_weights_go_to_and_fro(tmp_path: Path) -> None:
 
 def test_twice_is_once() -> None:
     network = split_statistics(tiny("cifar"), groups=2).double()
-    fuse_norms(network)
+    fuse_layers(network)
     again = copy.deepcopy(network)
-    fuse_norms(again)
+    fuse_layers(again)
     assert_close(learn(again), learn(network))
 
 
@@ -143,14 +143,14 @@ def test_twice_is_once() -> None:
 def test_other_norms_are_let_alone(convert: Callable[[nn.Module], nn.Module]) -> None:
     network = convert(nn.Sequential(tiny("cifar"), nn.BatchNorm1d(8), nn.ReLU()))
     before = [type(module) for module in network.modules()]
-    fuse_norms(network)
+    fuse_layers(network)
     assert [type(module) for module in network.modules()] == before
 
 
 def test_autocast_runs_as_before() -> None:
     plain = split_statistics(tiny("cifar"), groups=2)
     fused = copy.deepcopy(plain)
-    fuse_norms(fused)
+    fuse_layers(fused)
     images = torch.randn(8, 3, 16, 16)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(fused(images), plain(images))
@@ -161,7 +161,7 @@ def test_a_wrong_batch_is_refused_by_the_fused_path_as_well(
 ) -> None:
     monkeypatch.setattr(blocks, "fusible", lambda *_: True)
     layer = nn.Sequential(nn.BatchNorm2d(3))
-    fuse_norms(split_statistics(layer, groups=4))
+    fuse_layers(split_statistics(layer, groups=4))
     assert isinstance(layer[0], FusedBatchNorm2d)
     pytest.importorskip("triton")
     with pytest.raises(ValueError, match=r"1 × 4 equal groups .* \(6, 3, 2, 2\)"):

@@ -151,6 +151,40 @@ def test_queries_and_keys_may_be_of_other_views(model: ModelConfig) -> None:
     assert not any(key.requires_grad for key in keys)
 
 
+# Two streams, as on a GPU
+
+
+@each_policy
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_two_streams_give_what_one_does(
+    model: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Again and again, with the memory of one step used in the next."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    found = []
+    for streams in (1, 2):
+        runner, encoder = prepared(model)
+        momentum_encoder = momentum_copy(encoder)
+        encoder.float().to(CUDA)
+        momentum_encoder.float().to(CUDA)
+        runner.optimize_for(CUDA, encoder, momentum_encoder)
+        course = []
+        for step in range(10):
+            views = [view.float().to(CUDA) for view in views_of((32, 32), seed=step)]
+            if streams == 2:
+                queries, keys = runner.queries_and_keys(encoder, momentum_encoder, views, views)
+                assert runner.keys_stream is not None
+            else:
+                queries = runner.encode(encoder, views)
+                keys = runner.encode_keys(momentum_encoder, views)
+            (queries[0] * keys[1] + queries[1] * keys[0]).sum().backward()
+            course += [value.detach().clone() for value in (*queries, *keys)]
+        gradients = [parameter.grad for parameter in encoder.parameters()]
+        found.append([*course, *gradients, *encoder.buffers(), *momentum_encoder.buffers()])
+    assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
 # Two threads, as on a CPU
 
 

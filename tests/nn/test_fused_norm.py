@@ -21,7 +21,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck
 from xmoco.nn import blocks
 from xmoco.nn.backbones import ScaledResNet
 from xmoco.nn.batchnorm import split_statistics, stack_views
-from xmoco.nn.blocks import FusedBatchNorm2d, fuse_norms
+from xmoco.nn.blocks import FusedBatchNorm2d, fuse_layers
 from xmoco.nn.encoder import Encoder
 from xmoco.nn.heads import mlp_head
 
@@ -264,7 +264,7 @@ def encoders(block: type[BasicBlock | Bottleneck]) -> tuple[Encoder, Encoder]:
     stack_views(plain, views=2)
     plain.to(DEVICE).to(memory_format=torch.channels_last)
     fused = copy.deepcopy(plain)
-    fuse_norms(fused)
+    fuse_layers(fused)
     return plain, fused
 
 
@@ -317,7 +317,7 @@ def test_it_compiles_whole() -> None:
     results = []
     for compiled in (False, True):
         layer = nn.Sequential(nn.BatchNorm2d(6), nn.ReLU()).to(DEVICE)
-        fuse_norms(split_statistics(layer, groups=2))
+        fuse_layers(split_statistics(layer, groups=2))
         run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer
         query = x.clone().requires_grad_()
         result = run(query)

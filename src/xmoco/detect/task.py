@@ -15,7 +15,7 @@ from xmoco.detect.run_lengths import RunLengths
 from xmoco.distributed import processes
 from xmoco.errors import UserError
 from xmoco.nn.batchnorm import split_statistics
-from xmoco.nn.blocks import fuse_norms
+from xmoco.nn.blocks import fuse_layers
 from xmoco.task import Moment, StepOutput, Task, Values
 
 
@@ -69,7 +69,7 @@ class DetectorTask(Task):
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.detector)
             else:
                 split_statistics(self.detector, groups=1)
-                fuse_norms(self.detector)
+                fuse_layers(self.detector)
 
     def inputs(self, batch: Batch, moment: Moment) -> Sequence[Tensor]:
         """Images, their sizes, boxes, labels, the objects' numbers, and how to find the way back

@@ -1,9 +1,10 @@
 # mypy: allow-subclassing-any
-"""ResNets and heads whose batch norms take the addition and the ReLU that follow along.
+"""ResNets and heads whose layers run by kernels of our own on CUDA, as plain torch elsewhere.
 
-``fuse_norms`` changes a network in place: what it computes, its parameters and their names stay.
-The layers run as one operation on CUDA in training (``nn/fused_norm.py``), as plain torch
-elsewhere.
+``fuse`` changes a network in place: what it computes, its parameters and their names stay. Batch
+norms take the addition and the ReLU that follow along, in training (``nn/fused_norm.py``); the
+large stem has a convolution and a max pooling that leave less of the GPU idle
+(``nn/fused_stem.py``).
 """
 
 import torch
@@ -15,8 +16,8 @@ from xmoco.nn.batchnorm import SplitBatchNorm1d, SplitBatchNorm2d, SplitStatisti
 from xmoco.triton_here import HAS_TRITON
 
 
-def fusible(x: Tensor, residual: Tensor | None) -> bool:
-    """Whether the fused operation takes these; else plain torch does the same."""
+def fusible(x: Tensor, residual: Tensor | None = None) -> bool:
+    """Whether the fused operations take these; else plain torch does the same."""
     return (
         HAS_TRITON
         and x.is_cuda
@@ -71,6 +72,32 @@ class FusedBatchNorm2d(_Fused, SplitBatchNorm2d):
     pass
 
 
+class FusedStem(nn.Conv2d):
+    """7 × 7 over images, stride 2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        even = not (x.shape[2] % 2 or x.shape[3] % 2)
+        if not (even and fusible(x)) or x.requires_grad:
+            return super().forward(x)
+        from xmoco.nn.fused_stem import stem_convolution
+
+        fast = torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda") if fast else x.dtype
+        return stem_convolution(x, self.weight, dtype)
+
+
+class FusedMaxPool(nn.MaxPool2d):
+    """3 × 3, stride 2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not fusible(x):
+            pooled: Tensor = super().forward(x)
+            return pooled
+        from xmoco.nn.fused_stem import max_pool
+
+        return max_pool(x)
+
+
 class FusedBasicBlock(BasicBlock):
     def forward(self, x: Tensor) -> Tensor:
         identity = x if self.downsample is None else self.downsample(x)
@@ -88,8 +115,8 @@ class FusedBottleneck(Bottleneck):
         return result
 
 
-def fuse_norms(network: nn.Module) -> None:
-    """Fuse batch norm with what follows, in place, in torchvision's ResNets and in MLP heads.
+def fuse_layers(network: nn.Module) -> None:
+    """Give torchvision's ResNets and MLP heads the layers of this file, in place.
 
     Only norms in split form take part (``split_statistics``; one group is ordinary batch norm).
     Modules are changed, not replaced: parameters, buffers and their names stay.
@@ -99,6 +126,8 @@ def fuse_norms(network: nn.Module) -> None:
             module.__class__ = FusedBatchNorm1d
         elif type(module) is SplitBatchNorm2d:
             module.__class__ = FusedBatchNorm2d
+        elif isinstance(module, ResNet):
+            _fuse_stem(module)
     for module in network.modules():
         if isinstance(module, nn.Sequential):
             for norm, place in zip(module, range(1, len(module)), strict=False):
@@ -111,6 +140,16 @@ def fuse_norms(network: nn.Module) -> None:
             module.__class__ = FusedBasicBlock
         elif type(module) is Bottleneck and _end_in_relu(module.bn1, module.bn2, module.bn3):
             module.__class__ = FusedBottleneck
+
+
+def _fuse_stem(network: ResNet) -> None:
+    convolution, pool = network.conv1, network.maxpool
+    seven = nn.Conv2d(3, convolution.out_channels, 7, stride=2, padding=3, bias=False)
+    if type(convolution) is nn.Conv2d and convolution.extra_repr() == seven.extra_repr():
+        convolution.__class__ = FusedStem
+    three = nn.MaxPool2d(3, stride=2, padding=1)
+    if type(pool) is nn.MaxPool2d and pool.extra_repr() == three.extra_repr():
+        pool.__class__ = FusedMaxPool
 
 
 def _end_in_relu(*norms: object) -> bool:

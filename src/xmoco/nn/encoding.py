@@ -1,8 +1,9 @@
 """How encoders are run, the same for every method: a method says what is to be encoded.
 
 On a GPU the views of an image go through an encoder stacked into one batch, with statistics of
-their own, and batch norms take additions and ReLUs along. On a CPU two encoders run at once, each
-on half of the cores. Keys are encoded in other batch-norm company than queries (nn/batchnorm.py).
+their own, some layers run by kernels of our own (nn/blocks.py), and two encoders share the GPU, as
+one alone leaves some of it idle. On a CPU two encoders run at once, each on half of the cores. Keys
+are encoded in other batch-norm company than queries (nn/batchnorm.py).
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from xmoco.nn.batchnorm import (
     stack_views,
     unknown_norms,
 )
-from xmoco.nn.blocks import fuse_norms
+from xmoco.nn.blocks import fuse_layers
 from xmoco.nn.two_threads import both, has_halves, with_parallel_backward
 
 
@@ -94,6 +95,8 @@ class EncoderRunner:
         self.stacked: dict[nn.Module, int] = {}
         """Encoders prepared for stacked views, and for how many at present."""
         self.two_threads = False
+        self.keys_stream: torch.cuda.Stream | None = None
+        """On which keys are encoded beside queries."""
         self.notes: list[str] = []
         """What could not be done in the fast way, and why."""
 
@@ -122,7 +125,7 @@ class EncoderRunner:
             return
         for encoder in encoders:
             self._stack(encoder, views=1)
-            fuse_norms(encoder)
+            fuse_layers(encoder)
 
     def _nothing_is_drawn(self, encoders: Sequence[nn.Module]) -> bool:
         """Whether no layer draws random numbers: two threads would share them out by chance."""
@@ -148,6 +151,9 @@ class EncoderRunner:
         key_views: Sequence[Tensor],
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Features of views by f and of others, or the same, by g."""
+        # Where processes talk to each other on the way, they have to do so in one order.
+        if self.stacked and views[0].is_cuda and self.batch_norm != "shuffled":
+            return self._on_two_streams(encoder, momentum_encoder, views, key_views)
         if not self.two_threads:
             return self.encode(encoder, views), self.encode_keys(momentum_encoder, key_views)
         queries, keys = both(
@@ -155,6 +161,24 @@ class EncoderRunner:
             lambda: self.encode_keys(momentum_encoder, key_views),
         )
         return self._parallel_backward(encoder, views, queries), keys
+
+    def _on_two_streams(
+        self,
+        encoder: nn.Module,
+        momentum_encoder: nn.Module,
+        views: Sequence[Tensor],
+        key_views: Sequence[Tensor],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        # Memory that one stream gives back is safe: before it is used again there, that stream has
+        # waited for all that the other did with it.
+        main, beside = torch.cuda.current_stream(), self.keys_stream or torch.cuda.Stream()
+        self.keys_stream = beside
+        beside.wait_stream(main)
+        with torch.cuda.stream(beside):
+            keys = self.encode_keys(momentum_encoder, key_views)
+        queries = self.encode(encoder, views)
+        main.wait_stream(beside)
+        return queries, keys
 
     def _each(
         self, encoder: nn.Module, views: Sequence[Tensor], keys: bool = False

@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# A tile has this many values, spread over this many warps: two loads of 16 bytes a thread in bf16.
-TILE, WARPS = 4096, 8
+# A tile has this many values, spread over this many warps: four loads of 16 bytes a thread in bf16.
+TILE, WARPS = 4096, 4
 # Widest block of channels; narrower layers take whole rows.
 CHANNELS = 128
 # Enough programmes to fill a large GPU twice; more would only lengthen the scratch tables.
