@@ -155,7 +155,7 @@ def test_queries_and_keys_may_be_of_other_views(model: ModelConfig) -> None:
 
 
 @each_policy
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.gpu
 def test_two_streams_give_what_one_does(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,7 +25,7 @@ CUDA = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if CUDA else "cpu"
 NAN, INF = float("nan"), float("inf")
 
-with_kernels = pytest.mark.skipif(not (CUDA or INTERPRETED), reason="no Triton that runs here")
+with_kernels = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
