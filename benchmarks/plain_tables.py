@@ -55,6 +55,11 @@ QUESTIONS = {
         {"shape": "shape"},
         {"cudnn": "plain, by cuDNN", "split": "split, plain PyTorch", "fused": "split, fused"},
     ),
+    "encoders": Question(
+        "encoders.jsonl",
+        {"operation": "operation", "shape": "images"},
+        {"torch": "torch; one stream", "xmoco": "xmoco; two streams"},
+    ),
     "loss": Question(
         "loss.jsonl",
         {"bank_length": "K", "launch": "launched"},
@@ -235,7 +240,7 @@ def protocol_value(key: str) -> Fact:
     def tell(record: AnyRecord) -> str:
         value = record.protocol.get(key)
         match key:
-            case "shape":
+            case "shape" if isinstance(value, list):
                 return "×".join(map(str, value))
             case "changes":
                 return f"`{value}`"
