@@ -33,6 +33,7 @@ from options import at_least
 from recipe import RESULTS
 from tune import digest
 from xmoco.config import Config
+from xmoco.files import write_whole
 from xmoco.methods import Method
 from xmoco.records import Record, append_records
 from xmoco.settings import load_config
@@ -143,7 +144,7 @@ def attempt(
         return
     settings = trial.config.model_dump(mode="json", exclude={"run", "data", "monitor"})
     found[-1].protocol["settings"] = settings
-    if options.watch:
+    if curve.points:  # a kept run may have been trained before anyone watched
         found[0].protocol["curve"] = curve.points
         for record in found:  # whose seconds of training have that in them
             record.protocol["watched_every"] = options.watch
@@ -179,7 +180,7 @@ class Curve(Callback):
         now = {**self.told, "step": step, "epoch": epoch, "knn": knn}
         self.points = [point for point in self.points if point["epoch"] < epoch]
         self.points.append({name: round(value, 4) for name, value in now.items()})
-        self.file.write_text(json.dumps(self.points), encoding="utf-8")
+        write_whole(self.file, json.dumps(self.points).encode())
         loss = f", loss {now['loss']:.3f}" if "loss" in now else ""
         print(f"  epoch {epoch}: kNN {knn:.2f}{loss}", flush=True)
 

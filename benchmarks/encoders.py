@@ -57,14 +57,16 @@ def main() -> None:
         records += timed("queries and keys", shape, encoders(backbone, images, size))
     path = options.results / "encoders.jsonl"
     append_records(path, records)
-    table = Table(title="forward + backward, bf16: ms")
-    for heading in ("", "images", "torch", "xmoco", "times"):
-        table.add_column(heading, justify="left" if heading in ("", "images") else "right")
+    table = Table(title="forward + backward, bf16")
+    for heading in ("", "images", "beside"):
+        table.add_column(heading)
+    for heading in ("ms", "xmoco, ms", "times"):
+        table.add_column(heading, justify="right")
     for theirs, ours in zip(records[::2], records[1::2], strict=True):
         protocol = theirs.protocol
         table.add_row(
-            protocol["operation"], protocol["shape"], f"{theirs.value:.3f}", f"{ours.value:.3f}",
-            f"{theirs.value / ours.value:.2f}",
+            protocol["operation"], protocol["shape"], theirs.subject, f"{theirs.value:.3f}",
+            f"{ours.value:.3f}", f"{theirs.value / ours.value:.2f}",
         )  # fmt: skip
     Console().print(table)
     print(f"records in {path}")
@@ -122,7 +124,10 @@ def encoders(backbone: str, images: int, size: int) -> Ways:
         assert isinstance(loss, Tensor)
         return torch.autograd.grad(loss, list(encoder.parameters()))
 
-    return {"torch": lambda: both_passes(one_stream), "xmoco": lambda: both_passes(two_streams)}
+    return {
+        "xmoco (one stream)": lambda: both_passes(one_stream),
+        "xmoco": lambda: both_passes(two_streams),
+    }
 
 
 def timed(operation: str, shape: str, ways: Ways) -> list[Record]:

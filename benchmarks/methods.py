@@ -5,9 +5,10 @@
 
 Every method trains by the ``demo`` recipe on the embedded patterns, with settings of its own where
 the recipe's are for others: under two minutes each, where two cores have nothing else to do. It
-shows that a method learns, not which one is best: none was tuned. The last kNN accuracy of each,
-and that of the backbone before training, become records in benchmarks/results/methods.jsonl; a
-method that is there already, with the same settings, is not trained again.
+shows that a method learns, not which one is best: none was tuned, but ReSSL was given other
+settings after a first try that learned nothing. The last kNN accuracy of each, and that of the
+backbone before training, become records in benchmarks/results/methods.jsonl; a method that is there
+already, with the same settings, is not trained again.
 """
 
 import argparse

@@ -57,8 +57,9 @@ QUESTIONS = {
     ),
     "encoders": Question(
         "encoders.jsonl",
-        {"operation": "operation", "shape": "images"},
-        {"torch": "torch; one stream", "xmoco": "xmoco; two streams"},
+        {"shape": "images"},
+        {"xmoco (one stream)": "one after the other", "xmoco": "xmoco"},
+        apart=("operation",),
     ),
     "loss": Question(
         "loss.jsonl",

@@ -8,7 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from xmoco.auto import FEWEST_EPOCHS, PATIENCE, AutoRecipe, Situation, choose, duration, look_at
+from xmoco.auto import (
+    FEWEST_EPOCHS,
+    LONG,
+    PATIENCE,
+    AutoRecipe,
+    Situation,
+    choose,
+    duration,
+    look_at,
+)
 from xmoco.auto import images_per_second as measured
 from xmoco.config import Config
 from xmoco.data import ArrayImages
@@ -60,6 +69,24 @@ def test_what_well_known_sets_get(
 ) -> None:
     recipe, config = chosen(images, side, device)
     assert (recipe.base, config.model.backbone, config.input.size) == expected
+
+
+def test_small_images_are_judged_as_their_recipe_has_it() -> None:
+    _, config = chosen(50_000, 32, "cuda")
+    assert config.input.eval_size == load_config("cifar10").input.eval_size == 48
+
+
+@pytest.mark.parametrize(
+    ("images", "device", "least"),
+    [(9_469, "cuda", 0.08), (60_000, "cuda", 0.2), (9_469, "cpu", 0.2)],
+)
+def test_many_epochs_of_photographs_get_smaller_crops(
+    images: int, device: str, least: float
+) -> None:
+    _, config = chosen(images, 128, device)
+    assert (config.train.epochs >= LONG) == (least == 0.08)
+    assert config.views.crop_scale == (least, 1.0)
+    assert config.weak_views.crop_scale == (0.2, 1.0)  # those of keys stay
 
 
 @given(st.integers(40, 20_000), st.integers(32, 1000))

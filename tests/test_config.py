@@ -79,6 +79,7 @@ def test_the_size_to_judge_at_belongs_to_the_size_it_was_found_for(tmp_path: Pat
     assert sizes("cifar10") == (32, 48)
     assert sizes("cifar10", "size=96") == (96, None)
     assert sizes("cifar10", "eval_size=40") == (32, 40)
+    assert sizes("cifar10", "size=32") == (32, 48)  # the same size: what suits it stays
     assert sizes("cifar10", "eval_size=128", "size=96") == (96, 128)
     heir = tmp_path / "heir.yaml"
     heir.write_text("inherits: cifar10\ninput: {size: 64}\n")

@@ -42,6 +42,7 @@ SWAV = f"method=swav prototypes=12 freeze_prototypes_epochs={AFTER}"
 METHODS = {
     "xmoco": f"{BANKS} consistency_warmup_epochs=2",
     "xmoco, probabilities": f"{BANKS} history=probabilities",
+    "xmoco, large stem": f"{BANKS} stem=imagenet size=64",
     "mocov2plus": f"method=mocov2plus {BANKS}",
     "simclr": "method=simclr",
     "byol": "method=byol predictor_hidden=32 key_momentum=0.5",

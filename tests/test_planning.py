@@ -8,6 +8,7 @@ import torch
 import yaml
 
 from helpers import assert_done, assert_refused, make_images, no_pictures, run_cli
+from xmoco.auto import Situation
 from xmoco.config import Config
 from xmoco.errors import UserError
 from xmoco.planning import show_plan
@@ -37,6 +38,18 @@ def test_auto_says_what_it_chose_and_why(
     assert config.method.model_dump()["bank_length"] == 80  # half of the images
     assert "steps will take about" in said
     assert not (tmp_path / "runs").exists()
+
+
+def test_auto_tells_of_crops_that_suit_many_epochs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_gpu = Situation(9_469, 160, "cuda")
+    monkeypatch.setattr("xmoco.planning.look_at", lambda *_: on_a_gpu)
+    images = make_images(tmp_path / "photos", each=40)
+    show_plan(data=images, overrides=["device=cpu"])
+    assert "  crop_scale=[0.08, 1.0]: so many epochs want smaller crops" in capsys.readouterr().out
+    show_plan(data=images, overrides=["device=cpu", "crop_scale=[0.3,1.0]"])
+    assert "crop_scale" not in capsys.readouterr().out  # asked for, not chosen
 
 
 def test_a_plan_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:

@@ -863,12 +863,27 @@ def test_the_headline_tells_who_is_ahead_on_photographs(tables: ModuleType, plac
     assert "after 200 epochs of photographs of 128 px, a vote of the 20 nearest" in text
     ahead = "names with MoCo v2+ 87.5 ± 0.7 %, with XMoCo+ 85.5 ± 0.7 % of the test images rightly"
     assert ahead in text
-    assert "(seeds 0, 1; each with settings of its own" in text
-    assert "; all with keys of [weak views]" in text
+    assert "(seeds 0, 1; all with keys of [weak views]" in text
+    tried = [Record("knn_top1", 1, "%", one, "trial", {}, 0) for one in ("xmoco+", "mocov2plus")]
+    append_records(place.results / "trials-imagenette.jsonl", tried)
+    told = "(seeds 0, 1; each with settings of its own, found on images held out"
+    assert told in tables.headline(place)
     assert ahead in add("xmoco+", 10, 10, changes="batch=8")  # a variant
     last = add("xmoco", 95, 95, settings={"method": {"weak_keys": False}})
     assert "names with XMoCo 95.0 ± 0.0 %, with MoCo" in last
     assert "weak views" not in last
+    assert "held out" not in last  # of that one there are no trials
+    simclr = add("simclr", 96, 96, settings={"method": {"name": "simclr"}})
+    assert "names with SimCLR 96.0 ± 0.0 %" in simclr
+
+
+def test_a_figure_of_fewer_seeds_than_its_row_says_so(tables: ModuleType, place: Any) -> None:
+    facts = {"recipe_digest": "d", "changes": "", "size": 128, "split": "test"}
+    found = [Record("knn_top1", 80, "%", "xmoco", "w", facts | {"k": 20}, seed) for seed in (0, 1)]
+    found.append(Record("linear_top1", 81, "%", "xmoco", "w", facts, 1))
+    append_records(place.results / "compare-imagenette.jsonl", found)
+    row = rows_of(tables.comparison_tables(place))[-1]
+    assert row == "| XMoCo | 80.0 ± 0.0 % | 81.0 % (1 seed) | 2 |"
 
 
 def test_what_test_images_chose_is_not_shown(tables: ModuleType, place: Any) -> None:

@@ -32,6 +32,9 @@ MOST_EPOCHS = 400
 """On a CPU."""
 STEPS = 30_000
 """Wanted on a GPU: what 200 epochs of ten thousand photographs in batches of 64 come to."""
+LONG = 300
+"""Epochs from which photographs want smaller crops: of 400 this was seen, of 60 it was not."""
+SMALL_CROPS = (0.08, 1.0)
 
 
 @dataclass(frozen=True)
@@ -90,16 +93,16 @@ def _for_gpu(situation: Situation) -> AutoRecipe:
     batch = 512 if images >= 500_000 else _power(images // 64, 32, 256)
     steps = max(1, images // batch)
     epochs = min(800, max(100, round(STEPS / steps / 10) * 10))
-    return AutoRecipe(
-        base,
-        (
-            Choice("size", size, _about_size(side, size, "cost more than so few images teach")),
-            Choice("backbone", backbone, f"{images:,} images suit a network of this size"),
-            Choice("batch", batch, f"makes {steps:,} steps of an epoch"),
-            _bank(images),
-            Choice("epochs", epochs, f"{epochs * steps:,} steps in all"),
-        ),
-    )
+    choices = [
+        Choice("size", size, _about_size(side, size, "cost more than so few images teach")),
+        Choice("backbone", backbone, f"{images:,} images suit a network of this size"),
+        Choice("batch", batch, f"makes {steps:,} steps of an epoch"),
+        _bank(images),
+        Choice("epochs", epochs, f"{epochs * steps:,} steps in all"),
+    ]
+    if base == "imagenette" and epochs >= LONG:
+        choices.append(Choice("crop_scale", SMALL_CROPS, "so many epochs want smaller crops"))
+    return AutoRecipe(base, tuple(choices))
 
 
 def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:

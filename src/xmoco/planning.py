@@ -25,7 +25,7 @@ from xmoco.errors import UserError
 from xmoco.fabric import Fabric
 from xmoco.methods import Method, build_method, method_class
 from xmoco.nn.encoding import describe_batch_norm, resolve_batch_norm
-from xmoco.settings import load_config
+from xmoco.settings import load_config, value_of
 from xmoco.text import printable
 from xmoco.train.engine import build_fabric, on_first
 
@@ -98,12 +98,10 @@ def _names_source(asked: Asked) -> bool:
 def _choices(chosen: AutoRecipe, config: Config) -> Iterator[str]:
     """What was chosen and why; what the user asked for instead is not told."""
     yield f"recipe auto: begins with {chosen.base} and chooses"
-    values = {
-        name: value for section in config.model_dump().values() for name, value in section.items()
-    }
     for setting, value, reason in chosen.choices:
-        if values.get(setting) == value:
-            yield f"  {setting}={value}: {reason}"
+        if value_of(config, setting) == value:
+            shown = list(value) if isinstance(value, tuple) else value
+            yield f"  {setting}={shown}: {reason}"
 
 
 def _forecast(config: Config, images: int, fabric: Fabric) -> str:

@@ -162,11 +162,8 @@ def _run(
             method,
             batches,
             run,
-            identity={
-                "settings": _lasting(config),
-                "images": fingerprint(images, with_labels=method.uses_labels),
-            },
-            same_identity=_same_identity,
+            identity=identity_of(config, fingerprint(images, with_labels=method.uses_labels)),
+            same_identity=same_identity,
             resume_command=_resume_command(path, config.run),
         )
         resumed = resume and training.restore()
@@ -209,7 +206,7 @@ def prepare_training(
 ) -> Training:
     """A training at its start, for programs that take the steps themselves.
 
-    ``identity`` is what must not have changed where the run is to be restored.
+    ``identity`` is what must not have changed where the run is to be restored (``identity_of``).
     """
     here = config.model_copy(update={"model": model_here(config, fabric)})
     torch.manual_seed(config.train.seed)
@@ -217,7 +214,7 @@ def prepare_training(
     method.meet(images)
     plan = _plan(config, batches.steps_per_epoch)
     return Training(
-        plan, fabric, method, batches, run, identity or {}, resume_command=resume_command
+        plan, fabric, method, batches, run, identity or {}, same_identity, resume_command
     )
 
 
@@ -265,15 +262,17 @@ def _plan(config: Config, steps_per_epoch: int) -> Plan:
     )
 
 
-def _lasting(config: Config) -> dict[str, Any]:
-    return config.model_dump(mode="json", exclude={"run"})
+def identity_of(config: Config, images: str) -> dict[str, Any]:
+    """What tells a run from others: its settings but where it runs, and its images' fingerprint."""
+    return {"settings": config.model_dump(mode="json", exclude={"run"}), "images": images}
 
 
-def _same_identity(then: Any, now: Any) -> bool:
+def same_identity(then: Any, now: Any) -> bool:
     """Settings that are younger than a checkpoint had their defaults then."""
+    if then == now:
+        return True
     try:
-        settings = _lasting(Config.model_validate(then["settings"]))
-        return {"settings": settings, "images": then["images"]} == dict(now)
+        return identity_of(Config.model_validate(then["settings"]), then["images"]) == dict(now)
     except (ValidationError, LookupError, TypeError):
         return False
 

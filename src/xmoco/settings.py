@@ -240,6 +240,12 @@ def _find_field(key: str) -> tuple[str, str] | None:
     return next((pair for pair in all_fields() if key in (pair[1], ".".join(pair))), None)
 
 
+def value_of(config: Config, key: str) -> Any:
+    """What a setting is; nothing where the method or optimiser has no such setting."""
+    path = _find_field(key)
+    return None if path is None else getattr(getattr(config, path[0]), path[1], None)
+
+
 def _parse(key: str, text: str) -> Any:
     """The value of ``key=text``: yaml, except that a setting which is text is taken as it is."""
     path = _find_field(key)
@@ -255,7 +261,7 @@ def _merged(below: Settings, above: Settings) -> Settings:
     """``above`` laid over ``below``, key by key.
 
     Where ``above`` names the method or optimiser, what ``below`` says for others only is left out;
-    where it names the size of views, the size in evaluations that suited another one is.
+    where it names another size of views, the size in evaluations that suited the old one is.
     """
     for section, kinds in KINDS.items():
         name = above.get(section, {}).get("name")
@@ -264,8 +270,9 @@ def _merged(below: Settings, above: Settings) -> Settings:
             foreign = {field for place, field in all_fields() if place == section} - own.keys()
             kept = {k: v for k, v in below.get(section, {}).items() if k not in foreign}
             below = below | {section: kept}
-    if "size" in above.get("input", {}):
-        below = below | {"input": below.get("input", {}) | {"eval_size": None}}
+    old = below.get("input", {})
+    if above.get("input", {}).get("size", old.get("size")) != old.get("size"):
+        below = below | {"input": old | {"eval_size": None}}
     return below | {section: below.get(section, {}) | above[section] for section in above}
 
 

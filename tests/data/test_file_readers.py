@@ -3,10 +3,12 @@
 import errno
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -115,13 +117,25 @@ def test_where_a_process_is_killed_this_one_reads(readers: FileReaders, tmp_path
     (first,) = readers._all
     first._process.kill()
     first._process.wait()
-    (content, error) = readers.read(places([paths[0], f"{paths[1]}.not"]))
+    with pytest.warns(RuntimeWarning, match="a process that was to read files failed"):
+        (content, error) = readers.read(places([paths[0], f"{paths[1]}.not"]))
     assert content == b"one"
     assert isinstance(error, FileNotFoundError)
     assert readers.read(places(paths)) == [b"one", b"two"]
     assert len(readers._all) == 1
 
 
+def test_they_start_whatever_is_in_the_path_of_imports(
+    readers: FileReaders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ``Path``, say, which imports pass over, but notebooks put there."""
+    path: list[Any] = [*sys.path, tmp_path, None, b"/bytes"]
+    monkeypatch.setattr(sys, "path", path)
+    assert readers.read(places(write(tmp_path, [b"one"]))) == [b"one"]
+    assert readers._usable
+
+
+@pytest.mark.filterwarnings("ignore:a process that was to read files failed")
 @pytest.mark.parametrize("program", ["/there/is/no/python", "/bin/true"])
 def test_where_none_can_be_started_this_one_reads(
     readers: FileReaders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str

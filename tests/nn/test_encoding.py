@@ -1,7 +1,9 @@
 """How encoders are run: every fast way computes what one view after the other would."""
 
 import copy
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from xmoco.nn.encoder import Encoder, build_encoder, momentum_copy
 from xmoco.nn.encoding import EncoderRunner, describe_batch_norm, resolve_batch_norm
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LATE = 20_000_000
+"""Cycles of a GPU: some ten milliseconds."""
 PLAIN = TINY_SPLIT.model_copy(update={"batch_norm": "plain"})
 
 each_policy = pytest.mark.parametrize("model", [TINY_SPLIT, PLAIN], ids=["split", "plain"])
@@ -111,9 +115,13 @@ def test_a_copy_of_a_runner_knows_the_copied_encoders() -> None:
     """As when a whole method is copied."""
     runner, encoder = prepared(PLAIN)
     runner.optimize_for(CUDA, encoder)
+    stream: Any = threading.Lock()  # which can be copied as little
+    runner.keys_stream = stream
     again, follower = copy.deepcopy((runner, encoder))
     assert follower in again.stacked
     assert encoder not in again.stacked
+    assert again.keys_stream is None
+    assert runner.keys_stream is stream
 
 
 # Keys
@@ -159,7 +167,8 @@ def test_queries_and_keys_may_be_of_other_views(model: ModelConfig) -> None:
 def test_two_streams_give_what_one_does(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Again and again, with the memory of one step used in the next."""
+    """Again and again, with the memory of one step used in the next. Each side is late, so that who
+    does not wait for it finds what was there before."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     found = []
@@ -169,9 +178,12 @@ def test_two_streams_give_what_one_does(
         encoder.float().to(CUDA)
         momentum_encoder.float().to(CUDA)
         runner.optimize_for(CUDA, encoder, momentum_encoder)
+        momentum_encoder.register_forward_pre_hook(lambda *_: torch.cuda._sleep(LATE))
         course = []
         for step in range(10):
-            views = [view.float().to(CUDA) for view in views_of((32, 32), seed=step)]
+            images = [view.float().to(CUDA) for view in views_of((32, 32), seed=step)]
+            torch.cuda._sleep(LATE)
+            views = [view.clone() for view in images]
             if streams == 2:
                 queries, keys = runner.queries_and_keys(encoder, momentum_encoder, views, views)
                 assert runner.keys_stream is not None

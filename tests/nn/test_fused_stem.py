@@ -4,8 +4,10 @@ Kernels run on CUDA where there is some. Elsewhere Triton's interpreter runs the
 test_interpreted_kernels.py.
 """
 
+import copy
 import importlib
 import os
+import re
 from types import ModuleType
 
 import pytest
@@ -169,6 +171,62 @@ def test_only_the_large_stem_is_changed() -> None:
     other.maxpool = nn.MaxPool2d(3, stride=2, padding=1, ceil_mode=True)
     fuse_layers(other)
     assert (type(other.conv1), type(other.maxpool)) == (nn.Conv2d, nn.MaxPool2d)
+
+
+def test_stems_are_found_in_detectors_too_and_nothing_else_is_taken_for_one() -> None:
+    detector = torchvision.models.detection.fasterrcnn_resnet50_fpn(
+        weights=None, weights_backbone=None
+    )
+    fuse_layers(detector)
+    assert type(detector.backbone.body["conv1"]) is FusedStem
+    assert type(detector.backbone.body["maxpool"]) is FusedMaxPool
+    assert sum(isinstance(module, FusedStem) for module in detector.modules()) == 1
+    others = nn.Sequential(
+        nn.Conv2d(3, 8, 7, stride=2, padding=3),  # has a bias
+        nn.Conv2d(1, 8, 7, stride=2, padding=3, bias=False),
+        nn.Conv2d(3, 8, 7, stride=2, padding=3, bias=False, padding_mode="reflect"),
+        nn.MaxPool2d(3, stride=2, padding=1, return_indices=True),
+        nn.MaxPool2d(2),
+    )
+    kinds = [type(module) for module in others]
+    fuse_layers(others)
+    assert [type(module) for module in others] == kinds
+
+
+@pytest.mark.parametrize(
+    "images", [torch.zeros(2, 1, 8, 8), torch.zeros(3, 8, 8), torch.zeros(2, 3, 8, 8).bfloat16()]
+)
+def test_what_torch_refuses_or_takes_otherwise_is_left_to_torch(
+    images: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(blocks, "fusible", lambda *_: True)  # as if on a GPU
+    plain = nn.Conv2d(3, 4, 7, stride=2, padding=3, bias=False)
+    fused = copy.deepcopy(plain)
+    fused.__class__ = FusedStem
+    try:
+        expected = plain(images)
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=re.escape(str(error)[:40])):
+            fused(images)
+    else:
+        assert_close(fused(images), expected)
+
+
+@with_kernels
+def test_under_autocast_it_computes_in_autocasts_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "fusible", lambda *_: True)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _: True)
+    monkeypatch.setattr(torch, "get_autocast_dtype", lambda _: torch.bfloat16)
+    layer = nn.Conv2d(3, 8, 7, stride=2, padding=3, bias=False).to(DEVICE)
+    images = normal(2, 3, 16, 16)
+    expected = F.conv2d(images, layer.weight, stride=2, padding=3)
+    layer.__class__ = FusedStem
+    result = layer(images)
+    assert result.dtype == torch.bfloat16
+    assert_close(result.float(), expected, rtol=0, atol=0.05)  # results spread by 0.6
+    result.float().sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == torch.float32
 
 
 def test_without_kernels_it_is_torchs() -> None:

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from helpers import FAST, assert_done, run_cli
 from xmoco.config import KINDS, Config
 from xmoco.errors import UserError
+from xmoco.pretraining import identity_of, same_identity
 from xmoco.settings import config_from_settings, load_config
-from xmoco.tables.bench import lasting
+from xmoco.tables.bench import lasting, unwatched
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.definition import Table, read_table, table_names
 from xmoco.tables.plan import Asked, own_settings, plan, trials_of_rows
@@ -162,6 +163,22 @@ def test_settings_at_their_defaults_do_not_last() -> None:
     kept = lasting(load_config(None, ["epochs=7", "history=none", "log_every=3"]))
     assert kept["method"] == {"name": "xmoco", "history": "none"}
     assert (kept["train"], kept["optim"]) == ({"epochs": 7}, {"name": "sgd"})
+
+
+def test_a_run_is_known_by_all_settings_its_weights_depend_on() -> None:
+    """A default that has changed since makes it another run."""
+
+    def identity(*changes: str, source: str = "here") -> dict[str, Any]:
+        config = load_config(None, changes, {"source": source})
+        return identity_of(unwatched(config), "images")
+
+    assert identity() == identity("log_every=3", "device=cpu", "knn_every=7", source="there")
+    assert identity() != identity("temperature=0.3")
+    before = identity()
+    before["settings"]["method"]["temperature"] = 0.3  # what the default was then
+    assert not same_identity(before, identity())
+    del before["settings"]["method"]["temperature"]  # it was no setting yet
+    assert same_identity(before, identity())
 
 
 @settings(deadline=None)

@@ -17,7 +17,7 @@ from xmoco.data import Batches, open_images
 from xmoco.errors import UserError
 from xmoco.methods import Method, build_method
 from xmoco.methods.base import MomentumMethod
-from xmoco.pretraining import _lasting, _same_identity, peak_rate, prepare_training
+from xmoco.pretraining import identity_of, peak_rate, prepare_training, same_identity
 from xmoco.settings import load_config
 from xmoco.train import loop
 from xmoco.train.engine import build_fabric
@@ -58,8 +58,8 @@ def new_training(
     folder = recipe.parent / "run"
     folder.mkdir(exist_ok=True)
     training = prepare_training(config, build_fabric(config.run), images, RunFolder(folder), build)
-    training.identity = {"settings": _lasting(config), "images": "the same"}
-    training.same_identity = _same_identity
+    training.identity = identity_of(config, "the same")
+    training.same_identity = same_identity
     return training
 
 

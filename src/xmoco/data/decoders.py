@@ -23,7 +23,7 @@ class Decoders(Processes):
     """What processes leave, and everything where one fails, is decoded here."""
 
     def __init__(self) -> None:
-        super().__init__(decode_server)
+        super().__init__(decode_server, "decode images")
         self._met = 0
 
     def decode(self, files: Sequence[EncodedImage]) -> list[Tensor | None]:

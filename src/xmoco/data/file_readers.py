@@ -16,7 +16,7 @@ class FileReaders(Processes):
     """Where a process fails, this one reads from then on."""
 
     def __init__(self) -> None:
-        super().__init__(file_server)
+        super().__init__(file_server, "read files")
 
     def read(self, places: Sequence[Place]) -> list[Content]:
         """The bytes of each file or part of one, or why it cannot be read."""

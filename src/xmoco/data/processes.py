@@ -10,6 +10,7 @@ import os
 import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -26,12 +27,14 @@ T = TypeVar("T")
 class Processes:
     """As many processes as threads ask at the same time, started when they do.
 
-    Where one fails, none is asked from then on.
+    Where one fails, that is told, and none is asked from then on.
     """
 
-    def __init__(self, program: ModuleType) -> None:
-        """``program`` answers what comes by its standard input, a socket, and ends with it."""
+    def __init__(self, program: ModuleType, work: str) -> None:
+        """``program`` answers what comes by its standard input, a socket, and ends with it.
+        ``work`` is what it does, for a person."""
         self._program = program
+        self._work = work
         self._idle: SimpleQueue[Process] = SimpleQueue()
         self._all: list[Process] = []
         self._usable = POSSIBLE
@@ -47,12 +50,22 @@ class Processes:
             try:
                 process = self._take()
                 answer = question(process)
-            except OSError:  # none can be started, or it was killed: for want of memory, perhaps
-                self._usable = False
+            except OSError as error:  # none can be started, or it was killed, for want of memory?
+                self._give_up(error)
             else:
                 self._idle.put(process)
                 return answer
         return None
+
+    def _give_up(self, error: OSError) -> None:
+        if self._usable:
+            warnings.warn(
+                f"a process that was to {self._work} failed ({error}): threads do that from now "
+                "on, which may be slower.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self._usable = False
 
     def _take(self) -> "Process":
         try:
@@ -104,12 +117,13 @@ def command(program: ModuleType) -> list[str]:
     """Runs ``main`` of a module of this package, and starts at once.
 
     It is isolated, and packages are without their ``__init__``, which would import torch. What else
-    the module imports is found where this process finds it.
+    the module imports is found where this process finds it: in folders named by text, as imports
+    pass over all else that may be in ``sys.path``.
     """
     data = Path(__file__).parent
     code = (
         "import sys, types\n"
-        f"sys.path += {[path for path in sys.path if Path(path).is_absolute()]!r}\n"
+        f"sys.path += {[p for p in sys.path if isinstance(p, str) and Path(p).is_absolute()]!r}\n"
         f"for name, path in (('xmoco', {str(data.parent)!r}), ('xmoco.data', {str(data)!r})):\n"
         "    sys.modules[name] = types.ModuleType(name)\n"
         "    sys.modules[name].__path__ = [path]\n"

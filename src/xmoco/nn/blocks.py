@@ -1,9 +1,9 @@
 # mypy: allow-subclassing-any
 """ResNets and heads whose layers run by kernels of our own on CUDA, as plain torch elsewhere.
 
-``fuse`` changes a network in place: what it computes, its parameters and their names stay. Batch
-norms take the addition and the ReLU that follow along, in training (``nn/fused_norm.py``); the
-large stem has a convolution and a max pooling that leave less of the GPU idle
+``fuse_layers`` changes a network in place: what it computes, its parameters and their names stay.
+Batch norms take the addition and the ReLU that follow along, in training (``nn/fused_norm.py``);
+the large stem has a convolution and a max pooling that leave less of the GPU idle
 (``nn/fused_stem.py``).
 """
 
@@ -73,24 +73,33 @@ class FusedBatchNorm2d(_Fused, SplitBatchNorm2d):
 
 
 class FusedStem(nn.Conv2d):
-    """7 × 7 over images, stride 2."""
+    """7 × 7 over images, stride 2. What torch takes otherwise, or refuses, is left to torch."""
 
     def forward(self, x: Tensor) -> Tensor:
-        even = not (x.shape[2] % 2 or x.shape[3] % 2)
-        if not (even and fusible(x)) or x.requires_grad:
+        fast = torch.is_autocast_enabled("cuda")
+        dtype = torch.get_autocast_dtype("cuda") if fast else x.dtype
+        if not self._takes(x) or not (fast or x.dtype == self.weight.dtype):
             return super().forward(x)
         from xmoco.nn.fused_stem import stem_convolution
 
-        fast = torch.is_autocast_enabled("cuda")
-        dtype = torch.get_autocast_dtype("cuda") if fast else x.dtype
         return stem_convolution(x, self.weight, dtype)
+
+    @staticmethod
+    def _takes(x: Tensor) -> bool:
+        return (
+            fusible(x)
+            and x.dim() == 4
+            and x.shape[1] == 3
+            and not (x.shape[2] % 2 or x.shape[3] % 2)
+            and not x.requires_grad
+        )
 
 
 class FusedMaxPool(nn.MaxPool2d):
     """3 × 3, stride 2."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if not fusible(x):
+        if not fusible(x) or x.dim() != 4:
             pooled: Tensor = super().forward(x)
             return pooled
         from xmoco.nn.fused_stem import max_pool
@@ -116,7 +125,8 @@ class FusedBottleneck(Bottleneck):
 
 
 def fuse_layers(network: nn.Module) -> None:
-    """Give torchvision's ResNets and MLP heads the layers of this file, in place.
+    """Give torchvision's ResNets, whole or as part of a detector, and MLP heads the layers of this
+    file, in place.
 
     Only norms in split form take part (``split_statistics``; one group is ordinary batch norm).
     Modules are changed, not replaced: parameters, buffers and their names stay.
@@ -126,8 +136,10 @@ def fuse_layers(network: nn.Module) -> None:
             module.__class__ = FusedBatchNorm1d
         elif type(module) is SplitBatchNorm2d:
             module.__class__ = FusedBatchNorm2d
-        elif isinstance(module, ResNet):
-            _fuse_stem(module)
+        elif _is_stem(module):
+            module.__class__ = FusedStem
+        elif _is_stems_pool(module):
+            module.__class__ = FusedMaxPool
     for module in network.modules():
         if isinstance(module, nn.Sequential):
             for norm, place in zip(module, range(1, len(module)), strict=False):
@@ -142,14 +154,17 @@ def fuse_layers(network: nn.Module) -> None:
             module.__class__ = FusedBottleneck
 
 
-def _fuse_stem(network: ResNet) -> None:
-    convolution, pool = network.conv1, network.maxpool
-    seven = nn.Conv2d(3, convolution.out_channels, 7, stride=2, padding=3, bias=False)
-    if type(convolution) is nn.Conv2d and convolution.extra_repr() == seven.extra_repr():
-        convolution.__class__ = FusedStem
-    three = nn.MaxPool2d(3, stride=2, padding=1)
-    if type(pool) is nn.MaxPool2d and pool.extra_repr() == three.extra_repr():
-        pool.__class__ = FusedMaxPool
+def _is_stem(module: nn.Module) -> bool:
+    if type(module) is not nn.Conv2d:
+        return False
+    like = nn.Conv2d(3, module.out_channels, 7, stride=2, padding=3, bias=False, device="meta")
+    return bool(module.extra_repr() == like.extra_repr())
+
+
+def _is_stems_pool(module: nn.Module) -> bool:
+    if type(module) is not nn.MaxPool2d or module.return_indices:
+        return False
+    return str(module.extra_repr()) == nn.MaxPool2d(3, stride=2, padding=1).extra_repr()
 
 
 def _end_in_relu(*norms: object) -> bool:

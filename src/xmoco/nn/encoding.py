@@ -8,6 +8,7 @@ are encoded in other batch-norm company than queries (nn/batchnorm.py).
 
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +101,9 @@ class EncoderRunner:
         self.notes: list[str] = []
         """What could not be done in the fast way, and why."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"keys_stream": None}  # a copy makes a stream of its own
+
     def prepare(self, encoder: nn.Module) -> None:
         """Give ``encoder`` the statistics of the policy, in place."""
         if self.batch_norm == "split":
@@ -115,16 +119,16 @@ class EncoderRunner:
         """Change what the device would rather have otherwise; what is computed stays the same."""
         if device.type == "cpu":
             self.two_threads = has_halves() and self._nothing_is_drawn(encoders)
-        if device.type != "cuda" or self.batch_norm == "synchronised":
+        if device.type != "cuda":
             return
         others = [name for encoder in encoders for name in unknown_norms(encoder)]
-        if others:
+        if others and self.batch_norm != "synchronised":
             self.notes.append(
                 f"views go through the encoder one by one: {others[0]} has statistics of its own"
             )
-            return
         for encoder in encoders:
-            self._stack(encoder, views=1)
+            if not others and self.batch_norm != "synchronised":
+                self._stack(encoder, views=1)
             fuse_layers(encoder)
 
     def _nothing_is_drawn(self, encoders: Sequence[nn.Module]) -> bool:

@@ -31,7 +31,7 @@ from xmoco.evaluate.metrics import top_k
 from xmoco.fabric import Fabric
 from xmoco.methods import Method
 from xmoco.nn.weights import BackboneCard, save_backbone
-from xmoco.pretraining import prepare_training, work_name
+from xmoco.pretraining import identity_of, prepare_training, work_name
 from xmoco.records import Measured, Record, forget_half_line, read_records
 from xmoco.tables.columns import Column
 from xmoco.train.loop import Callback, Training
@@ -159,7 +159,7 @@ class Bench:
             self.fabric,
             self.images.train,
             run,
-            identity={"settings": lasting(config), "images": self.images.fingerprint},
+            identity=identity_of(unwatched(config), self.images.fingerprint),
             resume_command=command,
         )
         training.restore()
@@ -217,17 +217,18 @@ class Bench:
 
     def _free(self) -> int:
         """Free what the last trial left on the GPU, however it ended: a recorded CUDA graph goes
-        with its cycles. Gives the bytes that stay: the images."""
+        with its cycles. Gives the bytes that stay held: the images."""
         if self.device.type != "cuda":
             return 0
         gc.collect()
         torch.cuda.empty_cache()
-        return torch.cuda.memory_allocated(self.device)
+        return torch.cuda.memory_reserved(self.device)
 
     def _train(
         self, training: Training, watch: Callable[[Training], Callback]
     ) -> tuple[float, int]:
-        """Seconds of training over all sessions, and bytes on the GPU at the most."""
+        """Seconds of training over all sessions, and bytes held on the GPU at the most: streams
+        hold memory of their own, so that held is more than in use at a time."""
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -238,7 +239,7 @@ class Bench:
         if on_gpu:
             torch.cuda.synchronize(self.device)
         seconds = before + time.perf_counter() - started
-        return seconds, torch.cuda.max_memory_allocated(self.device) if on_gpu else 0
+        return seconds, torch.cuda.max_memory_reserved(self.device) if on_gpu else 0
 
     @staticmethod
     def _record(trial: Trial, column: Column, value: float, protocol: dict[str, Any]) -> Record:
@@ -317,19 +318,25 @@ class Bench:
         return top_k(scores, labels, 1)
 
 
+def unwatched(config: Config) -> Config:
+    """With the settings on which the weights depend; where the images are, the device and watching
+    are as by default."""
+    usual = Config()
+    train = {name: getattr(usual.train, name) for name in WATCHING}
+    sections = {name: getattr(usual, name) for name in ("run", "data", "monitor")}
+    return config.model_copy(update={**sections, "train": config.train.model_copy(update=train)})
+
+
 def lasting(config: Config) -> dict[str, Any]:
     """The settings on which the weights depend, as they are read back from a file.
 
-    Of them, what differs from xmoco's defaults: settings that are younger than a checkpoint or a
-    record change nothing. Data, device and watching take no part.
+    Of them, what differs from xmoco's defaults: settings that are younger than a record change
+    nothing.
     """
-    settings = config.model_dump(
-        mode="json", exclude_defaults=True, exclude={"run", "data", "monitor"}
-    )
-    train = {k: v for k, v in settings.get("train", {}).items() if k not in WATCHING}
+    settings = unwatched(config).model_dump(mode="json", exclude_defaults=True)
     for section in KINDS:
         settings[section] = {"name": getattr(config, section).name, **settings.get(section, {})}
-    return plain({**settings, "train": train})
+    return plain({"train": {}, **settings})
 
 
 def bank_bytes(method: Method) -> int:
