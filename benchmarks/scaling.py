@@ -40,7 +40,8 @@ from rich.table import Table
 from recipe import RESULTS
 from told import AnyRecord
 from traffic import Traffic
-from xmoco.config import Config, XMoCoConfig
+from xmoco.config import Config
+from xmoco.config.methods import XMoCoConfig
 from xmoco.data import ArrayImages
 from xmoco.methods import Method, build_method
 from xmoco.pretraining import prepare_training

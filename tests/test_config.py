@@ -7,16 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from xmoco.config import (
-    KINDS,
-    AdamWConfig,
-    AugmentationConfig,
-    Config,
-    LARSConfig,
-    MoCoV2PlusConfig,
-    SGDConfig,
-    XMoCoConfig,
-)
+from xmoco.config import KINDS, AugmentationConfig, Config
+from xmoco.config.methods import MoCoV2PlusConfig, XMoCoConfig
+from xmoco.config.optimizers import AdamWConfig, LARSConfig, SGDConfig
 from xmoco.errors import UserError, nearest
 from xmoco.settings import (
     OTHER_NAMES,

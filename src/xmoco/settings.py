@@ -17,7 +17,8 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from xmoco.config import KINDS, Config, Section
+from xmoco.config import KINDS, Config
+from xmoco.config.section import Section
 from xmoco.errors import UserError, nearest
 from xmoco.files import text_of
 from xmoco.text import printable, shortened

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from toys import EPOCH, EPOCHS, PLAIN, built, train, two_views, values
 
-from xmoco.config import BYOLConfig
+from xmoco.config.methods import BYOLConfig
 from xmoco.methods.byol import BYOL
 from xmoco.schedules import Clock, ScheduledValues
 

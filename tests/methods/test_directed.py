@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from toys import PLAIN, built, two_views, values
 
-from xmoco.config import (
+from xmoco.config import Config
+from xmoco.config.methods import (
     AlignUniformConfig,
     CO2Config,
-    Config,
     DirectedConfig,
     ReSSLConfig,
     SCEConfig,

@@ -19,7 +19,7 @@ from toys import (
     views_for,
 )
 
-from xmoco.config import CO2Config
+from xmoco.config.methods import CO2Config
 from xmoco.losses.cross_similarity import CrossSimilarity
 from xmoco.methods.co2 import CO2
 from xmoco.methods.sce import SCE

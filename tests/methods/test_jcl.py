@@ -8,7 +8,8 @@ from torch import nn
 from torch.testing import assert_close
 from toys import BATCH, EPOCH, EPOCHS, PLAIN, built, two_views, values
 
-from xmoco.config import Config, JCLConfig
+from xmoco.config import Config
+from xmoco.config.methods import JCLConfig
 from xmoco.losses.jcl import gaussian_contrast
 from xmoco.methods.jcl import JCL
 

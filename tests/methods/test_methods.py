@@ -23,11 +23,11 @@ from toys import (
 )
 
 from helpers import TINY_SPLIT
-from xmoco.config import (
+from xmoco.config import ModelConfig
+from xmoco.config.methods import (
     BYOLConfig,
     MethodConfig,
     MoCoV2PlusConfig,
-    ModelConfig,
     SimCLRConfig,
     SwAVConfig,
     XMoCoConfig,

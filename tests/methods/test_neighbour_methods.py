@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from toys import BATCH, METHODS, PLAIN, built, train, two_views, values
 
-from xmoco.config import Config, MNNConfig, MSFConfig, TrainConfig
+from xmoco.config import Config, TrainConfig
+from xmoco.config.methods import MNNConfig, MSFConfig
 from xmoco.errors import UserError
 from xmoco.methods import build_method
 from xmoco.methods.base import NeighbourMethod

@@ -7,7 +7,8 @@ import torch
 from torch.testing import assert_close
 from toys import BATCH, PLAIN, built, two_views, values
 
-from xmoco.config import Config, SimCLRConfig, TrainConfig
+from xmoco.config import Config, TrainConfig
+from xmoco.config.methods import SimCLRConfig
 from xmoco.methods import build_method
 
 

@@ -22,7 +22,8 @@ from toys import (
 )
 
 from helpers import TINY_SPLIT
-from xmoco.config import Config, InputConfig, ModelConfig, SwAVConfig
+from xmoco.config import Config, InputConfig, ModelConfig
+from xmoco.config.methods import SwAVConfig
 from xmoco.methods.swav import SwAV
 from xmoco.schedules import Clock, ScheduledValues
 

@@ -17,7 +17,7 @@ from toys import (
     values,
 )
 
-from xmoco.config import SwAVConfig, UOTAConfig
+from xmoco.config.methods import SwAVConfig, UOTAConfig
 from xmoco.losses.outliers import view_weights
 from xmoco.losses.swav import codes, swapped_prediction
 from xmoco.methods.swav import SwAV

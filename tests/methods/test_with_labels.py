@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.testing import assert_close
 from toys import BATCH, IMAGES, METHODS, PLAIN, built, train, values, views_for
 
-from xmoco.config import Config, InstDiscConfig, MoCoOneWayConfig, SupervisedConfig
+from xmoco.config import Config
+from xmoco.config.methods import InstDiscConfig, MoCoOneWayConfig, SupervisedConfig
 from xmoco.data import ArrayImages, Batch
 from xmoco.errors import UserError
 from xmoco.methods import Method, build_method

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 from toys import PLAIN, built, two_views, values
 
-from xmoco.config import BarlowTwinsConfig, MethodConfig, SimSiamConfig, VICRegConfig
+from xmoco.config.methods import BarlowTwinsConfig, MethodConfig, SimSiamConfig, VICRegConfig
 from xmoco.methods.simsiam import SimSiam
 
 

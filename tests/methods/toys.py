@@ -5,12 +5,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from helpers import TINY_SPLIT
-from xmoco.config import (
+from xmoco.config import Config, ModelConfig
+from xmoco.config.methods import (
     AlignUniformConfig,
     BarlowTwinsConfig,
     BYOLConfig,
     CO2Config,
-    Config,
     IdeasConfig,
     InstDiscConfig,
     JCLConfig,
@@ -18,7 +18,6 @@ from xmoco.config import (
     MNNConfig,
     MoCoOneWayConfig,
     MoCoV2PlusConfig,
-    ModelConfig,
     MSFConfig,
     ReSSLConfig,
     SCEConfig,

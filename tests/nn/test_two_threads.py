@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 from helpers import TINY_SPLIT
-from xmoco.config import (
+from xmoco.config import Config
+from xmoco.config.methods import (
     BYOLConfig,
-    Config,
     MethodConfig,
     MoCoV2PlusConfig,
     SimCLRConfig,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.testing import assert_close
 
-from xmoco.config import AdamWConfig, LARSConfig, OptimConfig, SGDConfig
+from xmoco.config.optimizers import AdamWConfig, LARSConfig, OptimConfig, SGDConfig
 from xmoco.data import Batch
 from xmoco.fabric import Fabric
 from xmoco.schedules import Clock, HalfCosine

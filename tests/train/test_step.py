@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from helpers import TINY_SPLIT
-from xmoco.config import Config, SGDConfig, XMoCoConfig
+from xmoco.config import Config
+from xmoco.config.methods import XMoCoConfig
+from xmoco.config.optimizers import SGDConfig
 from xmoco.fabric import Fabric
 from xmoco.methods import build_method
 from xmoco.schedules import Clock, FromEpoch, HalfCosine, Schedule

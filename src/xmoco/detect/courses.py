@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from xmoco.config import SGDConfig
+from xmoco.config.optimizers import SGDConfig
 from xmoco.detect.models import design_of
 from xmoco.errors import UserError, nearest
 from xmoco.schedules import Clock

@@ -16,7 +16,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from xmoco.config import AugmentationConfig, InputConfig, SGDConfig
+from xmoco.config import AugmentationConfig, InputConfig
+from xmoco.config.optimizers import SGDConfig
 from xmoco.data import Batch, ImageSet, Unreadable, in_order
 from xmoco.data.batches import Progress
 from xmoco.data.streaming import sent

@@ -1,11 +1,11 @@
 """Methods: one file each. Who trains them knows only ``Task`` (task.py) and ``Method``."""
 
-from xmoco.config import (
+from xmoco.config import Config
+from xmoco.config.methods import (
     AlignUniformConfig,
     BarlowTwinsConfig,
     BYOLConfig,
     CO2Config,
-    Config,
     InstDiscConfig,
     JCLConfig,
     MNNConfig,
@@ -14,7 +14,6 @@ from xmoco.config import (
     MSFConfig,
     ReSSLConfig,
     SCEConfig,
-    Section,
     SimCLRConfig,
     SimSiamConfig,
     SupervisedConfig,
@@ -23,6 +22,7 @@ from xmoco.config import (
     VICRegConfig,
     XMoCoConfig,
 )
+from xmoco.config.section import Section
 from xmoco.methods.alignuniform import AlignUniform
 from xmoco.methods.barlowtwins import BarlowTwins
 from xmoco.methods.base import Method

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from xmoco.config import AlignUniformConfig, Config
+from xmoco.config import Config
+from xmoco.config.methods import AlignUniformConfig
 from xmoco.losses.byol import prediction_loss
 from xmoco.losses.metrics import feature_metrics
 from xmoco.losses.uniformity import uniformity

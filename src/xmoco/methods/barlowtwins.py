@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from xmoco.config import BarlowTwinsConfig, Config
+from xmoco.config import Config
+from xmoco.config.methods import BarlowTwinsConfig
 from xmoco.losses.barlowtwins import cross_correlation, redundancy_reduction
 from xmoco.losses.metrics import feature_metrics
 from xmoco.methods.base import Method

@@ -9,13 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xmoco.config import (
-    BankConfig,
-    Config,
-    DirectedConfig,
-    MomentumEncoderConfig,
-    NeighbourConfig,
-)
+from xmoco.config import Config
+from xmoco.config.methods import BankConfig, DirectedConfig, MomentumEncoderConfig, NeighbourConfig
 from xmoco.data.imagesets import ImageSet
 from xmoco.data.streaming import Batch, sent
 from xmoco.data.views import ViewGroup, views_of

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from xmoco.config import BYOLConfig, Config
+from xmoco.config import Config
+from xmoco.config.methods import BYOLConfig
 from xmoco.losses.byol import prediction_loss
 from xmoco.losses.metrics import feature_metrics
 from xmoco.methods.base import MomentumMethod

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from xmoco.config import CO2Config
+from xmoco.config.methods import CO2Config
 from xmoco.losses.co2 import disagreement
 from xmoco.methods.base import named
 from xmoco.methods.ideas import compared

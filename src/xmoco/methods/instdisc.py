@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from xmoco.config import Config, InstDiscConfig
+from xmoco.config import Config
+from xmoco.config.methods import InstDiscConfig
 from xmoco.data.imagesets import ImageSet
 from xmoco.data.streaming import Batch
 from xmoco.data.views import ViewGroup

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from xmoco.config import Config, JCLConfig
+from xmoco.config import Config
+from xmoco.config.methods import JCLConfig
 from xmoco.data.views import ViewGroup
 from xmoco.losses.bank import KeyBank
 from xmoco.losses.cross_similarity import CrossSimilarity

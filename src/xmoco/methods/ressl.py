@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from xmoco.config import Config, ReSSLConfig
+from xmoco.config import Config
+from xmoco.config.methods import ReSSLConfig
 from xmoco.losses.metrics import feature_metrics
 from xmoco.losses.ressl import relational_loss
 from xmoco.methods.base import DirectedMethod, named

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from xmoco.config import Config, SCEConfig
+from xmoco.config import Config
+from xmoco.config.methods import SCEConfig
 from xmoco.losses.consistency import consistency
 from xmoco.losses.sce import soft_contrast
 from xmoco.methods.base import DirectedMethod, named

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from xmoco.config import Config, SimCLRConfig
+from xmoco.config import Config
+from xmoco.config.methods import SimCLRConfig
 from xmoco.losses.metrics import feature_metrics, similarity_metrics
 from xmoco.losses.ntxent import batch_contrasts, nt_xent
 from xmoco.methods.base import Meeting, Method

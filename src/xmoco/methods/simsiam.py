@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xmoco.config import Config, SimSiamConfig
+from xmoco.config import Config
+from xmoco.config.methods import SimSiamConfig
 from xmoco.losses.metrics import feature_metrics
 from xmoco.losses.simsiam import negative_cosine
 from xmoco.methods.base import Method

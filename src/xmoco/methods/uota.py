@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from xmoco.config import Config, UOTAConfig
+from xmoco.config import Config
+from xmoco.config.methods import UOTAConfig
 from xmoco.losses.outliers import view_weights
 from xmoco.methods.swav import SwAV
 from xmoco.schedules import Clock, FromShare, Schedule

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor
 
-from xmoco.config import Config, VICRegConfig
+from xmoco.config import Config
+from xmoco.config.methods import VICRegConfig
 from xmoco.losses.metrics import feature_metrics
 from xmoco.losses.vicreg import EPSILON, invariance, variance_and_covariance
 from xmoco.methods.base import Method

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from xmoco.config import Config, TwoBanksConfig
+from xmoco.config import Config
+from xmoco.config.methods import TwoBanksConfig
 from xmoco.losses import XMoCoLoss
 from xmoco.losses.bank import KeyBanks
 from xmoco.losses.contrast import Contrast

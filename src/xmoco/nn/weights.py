@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from xmoco.checkpoints import FORMAT, Checkpoints
-from xmoco.config import LARGEST_NUMBER, Config, InputConfig
+from xmoco.config import Config, InputConfig
+from xmoco.config.section import LARGEST_NUMBER
 from xmoco.errors import UserError, nearest
 from xmoco.files import write_whole
 from xmoco.nn.architectures import (

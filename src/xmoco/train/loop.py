@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from xmoco.checkpoints import BackgroundSaver, Newest, load_checkpoint
-from xmoco.config import OptimConfig
+from xmoco.config.optimizers import OptimConfig
 from xmoco.data import Batch, Batches
 from xmoco.data.unreadable import TooManyUnreadable
 from xmoco.distributed import consolidate_state_dict, largest_of_all, sum_over_processes

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from xmoco.config import AdamWConfig, LARSConfig, OptimConfig, SGDConfig
+from xmoco.config.optimizers import AdamWConfig, LARSConfig, OptimConfig, SGDConfig
 from xmoco.schedules import Value
 from xmoco.task import ParamGroup
 

@@ -1,0 +1,230 @@
+"""One typed, strict configuration. ``xmoco.settings`` makes it of recipes and overrides.
+
+Every field's description is what ``xmoco settings`` prints, so it is written for users.
+"""
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+
+from xmoco.config.methods import MethodConfig, XMoCoConfig
+from xmoco.config.optimizers import OptimConfig, SGDConfig
+from xmoco.config.section import Probability, Range, Rgb, Section, Text, checked_share
+from xmoco.nn.architectures import BACKBONES, check_backbone, check_stem
+
+
+class DataConfig(Section):
+    source: Text = Field(
+        "patterns",
+        description="A folder of images, a .tar, .tar.gz or .tar.xz, shards (a folder of .tar or "
+        ".parquet, a pattern `train-{000..127}.tar`, or a URL of s3, gs, az or https), `patterns` "
+        "(embedded), or a torchvision set by name (`torchvision:CIFAR10`).",
+    )
+    labels: Literal["auto", "folders", "none"] = Field(
+        "auto",
+        description="Whether subfolders are classes: `auto` decides from the layout, and takes a "
+        "file labels.csv instead where there is one. The kNN monitor uses them, and training only "
+        "by method=supervised.",
+    )
+    root: Text = Field("data", description="Where torchvision sets are kept.")
+    download: bool = Field(False, description="Download a torchvision set that is not there yet.")
+    short_side: int = Field(
+        512,
+        ge=32,
+        le=2**16,
+        description="Images whose shorter side is longer than this are shrunk to it when decoded.",
+    )
+    preload_gib: float = Field(
+        4.0,
+        ge=0,
+        description="A set that takes at most this many GiB when decoded is kept so on the "
+        "training device; larger ones are read and decoded while training.",
+    )
+
+
+class InputConfig(Section):
+    """What a backbone is shown: known to evaluation, export and files of weights."""
+
+    size: int = Field(224, ge=8, le=1024, description="Side of a random view in pixels.")
+    eval_size: int | None = Field(
+        None,
+        ge=8,
+        le=1024,
+        description="Side of the central view in evaluations. Random crops show things larger "
+        "than whole images do, so more than `size` may suit; null: `size`. It is null again where "
+        "only `size` is changed.",
+    )
+    mean: Rgb = Field((0.485, 0.456, 0.406), description="Subtracted from the channels (0 to 1).")
+    std: Rgb = Field((0.228, 0.224, 0.225), description="Divides the channels afterwards.")
+
+    @property
+    def central_size(self) -> int:
+        return self.eval_size or self.size
+
+    @field_validator("std")
+    @classmethod
+    def _is_positive(cls, deviations: Rgb) -> Rgb:
+        if min(deviations) <= 0:
+            raise ValueError("must be positive")
+        return deviations
+
+
+class AugmentationConfig(Section):
+    """How random views differ from their image."""
+
+    crop_scale: Range = Field((0.2, 1.0), description="Share of the image's area a crop covers.")
+    crop_ratio: Range = Field((3 / 4, 4 / 3), description="Width : height of a crop.")
+    flip: Probability = Field(0.5, description="Chance of a horizontal flip.")
+    jitter: Probability = Field(0.8, description="Chance of colour jitter.")
+    brightness: float = Field(0.8, ge=0, le=1, description="Brightness factor within 1 ± this.")
+    contrast: float = Field(0.8, ge=0, le=1, description="Contrast factor within 1 ± this.")
+    saturation: float = Field(0.8, ge=0, le=1, description="Saturation factor within 1 ± this.")
+    hue: float = Field(0.2, ge=0, le=0.5, description="Hue shift within ± this; 0.5: all hues.")
+    grey: Probability = Field(0.2, description="Chance of turning grey.")
+    invert: Probability = Field(0.0, description="Chance of inverting all colours.")
+    blur: Probability = Field(0.5, description="Chance of Gaussian blur.")
+    blur_kernel: int = Field(
+        23,
+        ge=1,
+        le=1001,
+        description="Odd side of the blur kernel at 224 px; it scales with the view's size.",
+    )
+    blur_sigma: Range = Field((0.1, 2.0), description="Standard deviation of the blur in pixels.")
+
+    @field_validator("crop_scale")
+    @classmethod
+    def _is_share(cls, share: Range) -> Range:
+        return checked_share(share)
+
+    @field_validator("crop_ratio", "blur_sigma")
+    @classmethod
+    def _is_positive_range(cls, limits: Range) -> Range:
+        if not 0 < limits[0] <= limits[1]:
+            raise ValueError("must be 0 < low ≤ high")
+        return limits
+
+    @field_validator("blur_kernel")
+    @classmethod
+    def _is_odd(cls, side: int) -> int:
+        if side % 2 == 0:
+            raise ValueError("must be odd")
+        return side
+
+
+class WeakAugmentationConfig(AugmentationConfig):
+    """Views that differ from their image by crop and flip only, where a method wants such."""
+
+    jitter: Probability = Field(0.0, description="Chance of colour jitter.")
+    grey: Probability = Field(0.0, description="Chance of turning grey.")
+    blur: Probability = Field(0.0, description="Chance of Gaussian blur.")
+
+
+Backbone = Annotated[str, AfterValidator(check_backbone)]
+
+
+class ModelConfig(Section):
+    backbone: Backbone = Field(
+        "resnet50",
+        description=f"The network that is kept after training: {', '.join(BACKBONES)}, or "
+        "`timm:NAME`, any model of timm.",
+    )
+    stem: Literal["imagenet", "cifar"] = Field(
+        "imagenet",
+        description="`imagenet`: 7×7 stride 2 and pooling; `cifar`: 3×3, for small images. Models "
+        "of timm have their own, and leave it at `imagenet`.",
+    )
+    head_layers: int = Field(
+        4, ge=1, le=5, description="Layers of the projection head; 1: a linear one."
+    )
+    head_hidden: int = Field(2048, ge=1, description="Width of the head's hidden layers.")
+    feature_size: int = Field(128, ge=2, description="Length d of queries and keys.")
+    batch_norm: Literal["auto", "plain", "split", "shuffled", "synchronised"] = Field(
+        "auto",
+        description="What keeps batch statistics from telling a query its key: `split` uses "
+        "groups in one process, `shuffled` swaps keys between processes, `synchronised` shares "
+        "statistics (CUDA), `plain` does nothing. `auto`: where a method has keys to hide, split "
+        "in one process and shuffled in many; else plain, or synchronised in many on CUDA.",
+    )
+    batch_norm_groups: int = Field(8, ge=2, description="Groups of `split` batch norm.")
+
+    @field_validator("stem")
+    @classmethod
+    def _suits_the_backbone(cls, stem: str, settings: ValidationInfo) -> str:
+        return check_stem(settings.data.get("backbone", ""), stem)
+
+
+class TrainConfig(Section):
+    epochs: int = Field(200, ge=1, description="Passes over the images.")
+    batch: int = Field(512, ge=2, description="Images per step over all processes.")
+    accumulate: int = Field(
+        1,
+        ge=1,
+        description="Split a step's batch into this many parts to save memory. A part has batch "
+        "statistics of its own and, of the step, meets only the parts before it: their keys are in "
+        "the banks already; SimCLR's negatives come from the part alone.",
+    )
+    seed: int = Field(0, ge=0, description="Order of samples and views are functions of it.")
+    checkpoint_minutes: float = Field(
+        10.0, ge=0, description="Minutes between checkpoints; one is also written at epoch ends."
+    )
+    log_every: int = Field(20, ge=1, description="Steps between lines in metrics.jsonl.")
+
+
+class MonitorConfig(Section):
+    knn_every: int = Field(1, ge=0, description="Epochs between kNN measurements; 0: never.")
+    knn_k: int = Field(200, ge=1, description="Neighbours that vote.")
+    knn_temperature: float = Field(0.1, gt=0, description="Votes weigh exp(similarity / this).")
+    knn_images: int = Field(
+        50_000, ge=1, description="At most this many training images vote, and as many are judged."
+    )
+
+
+class RunConfig(Section):
+    """Where and how it runs. Only these may change when a run is resumed."""
+
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="Kind of device.")
+    devices: int = Field(
+        1, ge=1, le=1024, description="Processes per machine, each with its own device."
+    )
+    nodes: int = Field(1, ge=1, le=2**16, description="Machines.")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="Arithmetic of the encoders: `auto` is bf16 on CUDA, fp32 elsewhere."
+    )
+    skip_bad_steps: bool = Field(
+        False,
+        description="Leave steps out whose loss is no number, or a thousand times as large as "
+        "before; otherwise the run ends there. Takes memory for a copy of all weights.",
+    )
+    readers: int = Field(
+        8,
+        ge=1,
+        le=256,
+        description="Threads of each process that read and decode images; on CUDA each has a small "
+        "process read for it, and another decode what the GPU does not.",
+    )
+
+
+class Config(Section):
+    """Everything a run depends on."""
+
+    data: DataConfig = DataConfig()
+    input: InputConfig = InputConfig()
+    views: AugmentationConfig = AugmentationConfig()
+    weak_views: WeakAugmentationConfig = WeakAugmentationConfig()
+    model: ModelConfig = ModelConfig()
+    method: Annotated[MethodConfig, Field(discriminator="name")] = XMoCoConfig()
+    optim: Annotated[OptimConfig, Field(discriminator="name")] = SGDConfig()
+    train: TrainConfig = TrainConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    run: RunConfig = RunConfig()
+
+
+def _by_name(union: Any) -> dict[str, type[Section]]:
+    return {kind.model_fields["name"].default: kind for kind in get_args(union)}
+
+
+# Sections of several kinds, of which ``name`` chooses one; the first is the default.
+KINDS: dict[str, dict[str, type[Section]]] = {
+    "method": _by_name(MethodConfig),
+    "optim": _by_name(OptimConfig),
+}

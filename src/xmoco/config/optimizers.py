@@ -1,0 +1,64 @@
+"""Settings of optimisers, a class for each."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from xmoco.config.section import Range, Section
+
+
+class OptimizerConfig(Section):
+    """Settings of every optimiser."""
+
+    learning_rate: float = Field(
+        0.0675, gt=0, description="Rate per 256 images; scaled by batch / 256 and printed."
+    )
+    cosine_offset: float = Field(
+        0.1, ge=0, le=1, description="Share of the rate left at the end of the cosine schedule."
+    )
+    warmup_epochs: float = Field(0.0, ge=0, description="Epochs of linear warm-up.")
+    weight_decay: float = Field(1e-4, ge=0, description="Weight decay.")
+    decay_norms_and_biases: bool = Field(
+        True, description="Whether weight decay is for norms and biases too."
+    )
+
+
+class SGDConfig(OptimizerConfig):
+    name: Literal["sgd"] = Field("sgd", description="Gradient descent with momentum.")
+    sgd_momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of SGD.")
+    nesterov: bool = Field(False, description="Nesterov's form of the momentum.")
+
+
+class LARSConfig(OptimizerConfig):
+    name: Literal["lars"] = Field(
+        "lars", description="SGD whose rate suits every layer's weights, for large batches."
+    )
+    sgd_momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of SGD.")
+    trust: float = Field(
+        0.001, gt=0, description="A layer moves by this share of its weights at rate 1."
+    )
+    clip: bool = Field(
+        False,
+        description="A layer moves by that share at any rate, but no further than by SGD with the "
+        "rate (LARC).",
+    )
+    decay_norms_and_biases: bool = Field(
+        True,
+        description="Whether weight decay is for norms and biases too, and a rate that suits them; "
+        "else they move as by SGD.",
+    )
+
+
+class AdamWConfig(OptimizerConfig):
+    name: Literal["adamw"] = Field("adamw", description="Adam with decoupled weight decay.")
+    betas: Range = Field((0.9, 0.999), description="Decay of the first and second moments.")
+
+    @field_validator("betas")
+    @classmethod
+    def _are_shares(cls, betas: Range) -> Range:
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError("must be two numbers from 0 up to 1")
+        return betas
+
+
+OptimConfig = SGDConfig | LARSConfig | AdamWConfig
