@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from xmoco.cli_evaluate import print_plain
+from xmoco.cli.output import print_plain
 
 tables = typer.Typer(
     help="The paper's tables: run what is missing, and draw them beside the paper's figures.",

@@ -1,154 +1,39 @@
 """The commands ``xmoco evaluate …``: arguments in, records shown and kept; no logic."""
 
-import os
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Column, Table
 
-from xmoco.launchers import first_process
-from xmoco.text import printable
+from xmoco.cli.options import (
+    Cache,
+    Device,
+    Devices,
+    Download,
+    EvalSize,
+    Labelled,
+    LabelledData,
+    Mean,
+    Nodes,
+    Out,
+    Precision,
+    RecordsFile,
+    Root,
+    Seed,
+    Size,
+    Std,
+    Weights,
+)
+from xmoco.cli.output import progress_bars, show_classification, show_detection, show_records
 
 if TYPE_CHECKING:
-    from xmoco.evaluate.evaluation import EvalOptions, Listener
-    from xmoco.records import Record
+    from xmoco.evaluate.evaluation import EvalOptions
 
 evaluate = typer.Typer(
     help="Judge a backbone. Every number is a record that names its protocol.", no_args_is_help=True
 )
-
-
-Weights = Annotated[
-    str,
-    typer.Argument(
-        help="A run folder, a file of weights (ours or a public checkpoint), `torchvision:NAME` "
-        "or `timm:NAME`."
-    ),
-]
-LabelledData = Annotated[
-    str,
-    typer.Argument(
-        help="Labelled images: a folder or archive with one subfolder per class, `patterns`, or "
-        "`torchvision:NAME`. Of two splits, train/ is learned from and val/ (test/, where there is "
-        "no val/) judged."
-    ),
-]
-Device = Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda` or `mps`.")]
-Devices = Annotated[
-    int,
-    typer.Option(
-        help="Processes, each with a device of its own, that share every batch. The result is that "
-        "of one process up to rounding; but where the backbone is tuned, each process normalises "
-        "by the batch statistics of its own share."
-    ),
-]
-Nodes = Annotated[
-    int, typer.Option(help="Machines with so many devices each; start the command on all of them.")
-]
-Precision = Annotated[str, typer.Option(help="`fp32` or `bf16`.")]
-Size = Annotated[
-    int | None,
-    typer.Option(
-        help="Side of the images, random crops and judged ones alike. Default: both as the weights "
-        "have them."
-    ),
-]
-EvalSize = Annotated[
-    int | None,
-    typer.Option(
-        help="Side of the images judged only, which may do better if larger than the crops. "
-        "Default: --size or, without it, the eval_size of the weights' recipe."
-    ),
-]
-
-
-def _colour(text: str) -> tuple[float, ...]:
-    """Three numbers between commas."""
-    from xmoco.errors import UserError
-
-    try:
-        red, green, blue = map(float, text.split(","))
-    except ValueError:
-        raise UserError(f"{text!r} is not three numbers such as 0.485,0.456,0.406.") from None
-    return red, green, blue
-
-
-Mean = Annotated[
-    Any,
-    typer.Option(
-        parser=_colour,
-        metavar="R,G,B",
-        help="What weights from elsewhere expect to be subtracted from the channels (0 to 1), e.g. "
-        "`0.4914,0.4822,0.4465`. Default: a guess by their layout; our own files know it.",
-    ),
-]
-Std = Annotated[
-    Any,
-    typer.Option(
-        parser=_colour,
-        metavar="R,G,B",
-        help="What weights from elsewhere expect the channels to be divided by afterwards.",
-    ),
-]
-Labelled = Annotated[
-    bool | None,
-    typer.Option(
-        "--labelled/--unlabelled",
-        help="Whether weights from elsewhere were trained with labels, which records and tables "
-        "tell. Default: they were if the file holds a classifier.",
-    ),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        help="The run folder, with checkpoints and metrics; the same command goes on where it "
-        "stopped, and judges a finished classifier again without training it. Default: under "
-        "`runs/evaluate`, one for each combination of weights, images and settings."
-    ),
-]
-Root = Annotated[str, typer.Option(help="Where torchvision sets are kept.")]
-Download = Annotated[bool, typer.Option("--download", help="Download a torchvision set.")]
-Cache = Annotated[
-    bool,
-    typer.Option(
-        "--cache/--no-cache",
-        help="Keep features for the next time, in `~/.cache/xmoco/features`. They are found again "
-        "by the content of weights and images.",
-    ),
-]
-Seed = Annotated[int, typer.Option(help="Order of images, crops and first weights.")]
-
-
-def _writable(file: Path | None) -> Path | None:
-    """Found out before anything is measured."""
-    from xmoco.errors import UserError
-
-    if file is not None:
-        there = next(path for path in (file, *file.absolute().parents) if path.exists())
-        if file.is_dir() or not os.access(there, os.W_OK):
-            raise UserError(f"records cannot be written to {file}.")
-    return file
-
-
-RecordsFile = Annotated[
-    Path | None,
-    typer.Option("--records", callback=_writable, help="Append the records to this .jsonl file."),
-]
 
 
 @evaluate.command(
@@ -204,7 +89,7 @@ def knn(
             listener=listener,
         )
     rows = [(f"top-1, k = {record.protocol['k']}", record) for record in found]
-    _show_records(f"kNN on {found[0].protocol['data']}", rows, records)
+    show_records(f"kNN on {found[0].protocol['data']}", rows, records)
 
 
 @evaluate.command(
@@ -263,7 +148,7 @@ def linear(
             options=options,
             listener=listener,
         )
-    _show_classification(found, records)
+    show_classification(found, records)
 
 
 @evaluate.command(
@@ -324,7 +209,7 @@ def finetune(
             options=options,
             listener=listener,
         )
-    _show_classification(found, records)
+    show_classification(found, records)
 
 
 @evaluate.command(
@@ -430,7 +315,7 @@ def transfer(
                 listener=listener,
             )
         protocol = record.protocol
-        _show_records(
+        show_records(
             f"{protocol['name']}, to {protocol['set']}", [(protocol["metric"], record)], records
         )
 
@@ -539,7 +424,7 @@ def detect(
             options=options,
             listener=listener,
         )
-    _show_detection(found, summary(found), records)
+    show_detection(found, summary(found), records)
 
 
 def _eval_options(cache: bool = False, **given: Any) -> "EvalOptions":
@@ -551,103 +436,3 @@ def _eval_options(cache: bool = False, **given: Any) -> "EvalOptions":
         command=shlex.join(["xmoco", *sys.argv[1:]]),
         **given,
     )
-
-
-@contextmanager
-def progress_bars() -> "Iterator[Listener]":
-    """A progress bar for every stage, with the time left and a note such as the loss."""
-    from xmoco.evaluate.evaluation import Listener
-
-    if not first_process():
-        yield Listener()
-        return
-
-    class Bars(Listener):
-        def progress(self, stage: str, done: int, total: int, note: str = "") -> None:
-            if stage not in stages:
-                stages[stage] = bars.add_task(stage, total=total, note="")
-            elif done < bars.tasks[stages[stage]].completed:
-                bars.reset(stages[stage])  # it begins again, of other images: so does its clock
-            bars.update(stages[stage], completed=done, total=total, note=note)
-
-        def say(self, sentence: str) -> None:
-            print(f"xmoco: {printable(sentence)}", file=sys.stderr)
-
-    stages: dict[str, TaskID] = {}
-    # Where there is little room, the bar and the note give way: counts and times do not.
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(table_column=Column(no_wrap=True)),
-        TimeElapsedColumn(table_column=Column(no_wrap=True)),
-        TextColumn("elapsed"),
-        TimeRemainingColumn(table_column=Column(no_wrap=True)),
-        TextColumn("left"),
-        TextColumn("{task.fields[note]}", table_column=Column()),
-    )
-    with Progress(*columns) as bars:
-        yield Bars()
-
-
-def _show_classification(found: list["Record"], file: Path | None) -> None:
-    protocol = found[0].protocol
-    rows = [(record.measure.rpartition("_")[2].replace("top", "top-"), record) for record in found]
-    _show_records(f"{protocol['name']} on {protocol['data']}", rows, file)
-
-
-def _show_records(title: str, rows: list[tuple[str, "Record"]], file: Path | None) -> None:
-    from xmoco.records import append_records
-
-    if not first_process():
-        return
-    records = [record for _, record in rows]
-    if file is not None:  # first of all: what was measured must not be lost
-        append_records(file, records)
-    protocol = records[0].protocol
-    images = f"{protocol['judged_images']:,} images of {protocol['judged']}"
-    judged = f"judged: {images}, {protocol['size']} px"
-    if protocol.get("crop_size", protocol["size"]) != protocol["size"]:
-        judged += f" (random crops: {protocol['crop_size']} px)"
-    if protocol["split"] == "leave one out":
-        judged += ", each by all the others"
-    facts = [judged, protocol.get("weights")]
-    table = Table()
-    table.add_column("measure")
-    table.add_column("accuracy", justify="right")
-    for name, record in rows:
-        table.add_row(name, f"{record.value:.2f} %")
-    print_plain(title)
-    Console().print(table)
-    print_plain("; ".join(filter(None, facts)))
-
-
-def _show_detection(
-    found: list["Record"], rows: "list[tuple[str, str, float, float | None]]", file: Path | None
-) -> None:
-    from xmoco.records import append_records
-
-    if not first_process():
-        return
-    if file is not None:
-        append_records(file, found)
-    protocol = found[0].protocol
-    table = Table()
-    for heading in ("judged", "measure"):
-        table.add_column(heading)
-    several = len({record.seed for record in found})
-    table.add_column(
-        f"mean ± deviation of {several} seeds" if several > 1 else "%", justify="right"
-    )
-    for kind, measure, mean, deviation in rows:
-        spread = "" if deviation is None else f" ± {deviation:.2f}"
-        table.add_row(kind, measure, f"{mean:.2f}{spread}")
-    print_plain(f"{protocol['name']}, {protocol['schedule']}, on {protocol['data']}")
-    Console().print(table)
-    images = f"{protocol['judged_images']:,} images of {protocol['judged']}"
-    facts = [f"judged: {images}, shorter side {protocol['size']} px", protocol.get("weights")]
-    print_plain("; ".join(filter(None, facts)))
-
-
-def print_plain(text: str) -> None:
-    lines = "\n".join(map(printable, text.split("\n")))
-    Console().print(lines, markup=False, highlight=False, soft_wrap=True)

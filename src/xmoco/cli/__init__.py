@@ -17,8 +17,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from xmoco.cli_evaluate import evaluate, print_plain
-from xmoco.cli_tables import tables
+from xmoco.cli.evaluate import evaluate
+from xmoco.cli.output import print_plain, progress_bars
+from xmoco.cli.tables import tables
 from xmoco.launchers import PREEMPTING, first_process
 from xmoco.text import printable
 
@@ -187,7 +188,6 @@ def detect(
     device: Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda` or `mps`.")] = "auto",
 ) -> None:
     """Find things in pictures with a detector that was tuned before."""
-    from xmoco.cli_evaluate import progress_bars
     from xmoco.detect.finding import detect as find
 
     with progress_bars() as listener:
