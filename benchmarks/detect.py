@@ -1,16 +1,17 @@
 """How good backbones are for detection: pre-trained here, from scratch, and by other methods.
 
-    python benchmarks/detect.py pretrain --data photos/ --out runs/detect "xmoco:" \\
-        "mocov2plus: method=mocov2plus" --recipe imagenette backbone=resnet50 epochs=200
+    python benchmarks/detect.py pretrain --data photos/ --recipe imagenette --out runs/detect \\
+        "xmoco:" "mocov2plus: method=mocov2plus" backbone=resnet50 epochs=200
     python benchmarks/detect.py compare --coco coco.tar.xz --penn-fudan pennfudan.tar.xz \\
         runs/detect/xmoco runs/detect/mocov2plus scratch:resnet50
     python benchmarks/detect.py overfit --penn-fudan pennfudan.tar.xz
 
-``pretrain`` trains a backbone for each entry, a name and changes to the recipe. ``compare`` tunes
-detectors on each of the weights: Faster R-CNN C4 and FPN on the COCO subset, Mask R-CNN FPN on
-Penn-Fudan, the latter with several seeds; it prints AP with its deviation over seeds, and how far
-every one is above scratch. ``overfit`` has every model learn a handful of Penn-Fudan's images by
-heart. What has its records already is not done again, and what was interrupted goes on.
+``pretrain`` trains a backbone for each entry, a name and changes to the recipe; changes without a
+name, in one row with the entries, are for all. ``compare`` tunes detectors on each of the weights:
+Faster R-CNN C4 and FPN on the COCO subset, Mask R-CNN FPN on Penn-Fudan, the latter with several
+seeds; it prints AP with its deviation over seeds, and how far every one is above scratch.
+``overfit`` has every model learn a handful of Penn-Fudan's images by heart. What has its records
+already is not done again, and what was interrupted goes on.
 """
 
 import argparse

@@ -2,8 +2,10 @@
 
 import importlib
 import json
+import shlex
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -105,6 +107,24 @@ def test_what_has_its_records_is_not_done_again(
     assert len(asked) == 2
     lines = (tmp_path / "results" / "detect.jsonl").read_text().splitlines()
     assert {json.loads(line)["seed"] for line in lines} == {0, 1}
+
+
+def test_commands_told_at_the_top_are_understood(
+    benchmarks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = importlib.import_module("detect")
+    found = {}
+    for name in ("pretrain_all", "compare", "overfit"):
+        monkeypatch.setattr(program, name, partial(found.__setitem__, name))
+    assert program.__doc__ is not None
+    _, told, _ = program.__doc__.split("\n\n", maxsplit=2)
+    for command in told.replace("\\\n", "").splitlines():
+        monkeypatch.setattr(sys, "argv", shlex.split(command)[1:])
+        program.main()
+    changes = ["backbone=resnet50", "epochs=200"]
+    assert found["pretrain_all"].entries == ["xmoco:", "mocov2plus: method=mocov2plus", *changes]
+    assert len(found["compare"].weights) == 3
+    assert found["overfit"].penn_fudan == "pennfudan.tar.xz"
 
 
 def test_how_far_above_scratch(benchmarks: None) -> None:
