@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -220,9 +221,11 @@ def test_training_may_go_on_while_a_checkpoint_is_written(
     assert written.wait(30)
     assert saver.busy
     weight += 1  # the next step
+    time.sleep(0.05)
     go_on.set()
     saver.finish()
     assert not saver.busy
+    assert saver.seconds >= 0.05  # writing counts
     state = load_checkpoint(saved.paths()[-1])
     assert state["nested"][0]["weight"].tolist() == [0, 0, 0]
     assert state["rate"] == (0.5, 1)

@@ -7,6 +7,7 @@ contain.
 """
 
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -106,13 +107,16 @@ class BackgroundSaver:
         self._checkpoints = checkpoints
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
+        self.seconds = 0.0
+        """That the last one took, from its copy until it was written."""
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Begin to write; the caller may change the state as soon as this returns."""
         self.finish()
+        started = time.perf_counter()
         copied: dict[str, Any] = _on_host(state)
         self._thread = threading.Thread(
-            target=self._write, args=(step, copied), name="xmoco-checkpoint"
+            target=self._write, args=(step, copied, started), name="xmoco-checkpoint"
         )
         self._thread.start()
 
@@ -137,9 +141,10 @@ class BackgroundSaver:
             self._thread.join()
             self._thread = None
 
-    def _write(self, step: int, state: dict[str, Any]) -> None:
+    def _write(self, step: int, state: dict[str, Any], started: float) -> None:
         try:
             self._checkpoints.save(step, state)
+            self.seconds = time.perf_counter() - started
         except Exception as error:  # to be raised where the run can be ended
             if isinstance(error, UserError):
                 error.alone = True  # other processes write nothing

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -326,7 +327,7 @@ def test_a_loss_that_is_no_number_stops_the_run(
 
 
 class TestSaveClock:
-    """Epoch ends are saved unless that would cost more than a small share of the time."""
+    """Epoch ends are saved unless that would take more than a small share of the time."""
 
     def clock(self, monkeypatch: pytest.MonkeyPatch, interval: float) -> tuple[Any, list[float]]:
         now = [0.0]
@@ -335,22 +336,24 @@ class TestSaveClock:
 
     def test_by_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock, now = self.clock(monkeypatch, 60)
+        saver = SimpleNamespace(busy=True, seconds=9.0)
         now[0] = 59
-        assert not clock.due(epoch_over=False)
+        assert not clock.due(False, saver)
         now[0] = 60
-        assert clock.due(epoch_over=False)
+        assert clock.due(False, saver)
+        clock.restart()
+        assert not clock.due(False, saver)
 
     def test_by_epoch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock, now = self.clock(monkeypatch, 60)
-
-        def slow_save() -> None:
-            now[0] += 0.5
-
+        saver = SimpleNamespace(busy=False, seconds=0.0)
         now[0] = 1
-        assert clock.due(epoch_over=True)  # what saving costs is not known yet
-        clock.time(slow_save)
-        now[0] += 10
-        assert not clock.due(epoch_over=True)  # 0.5 of 10 seconds is more than 2 %
-        now[0] += 20
-        assert clock.due(epoch_over=True)
-        assert not clock.due(epoch_over=False)
+        assert clock.due(True, saver)  # what saving takes is not known yet
+        saver.seconds = 0.5
+        now[0] = 10
+        assert not clock.due(True, saver)  # 0.5 of 10 seconds is more than 2 %
+        now[0] = 30
+        assert clock.due(True, saver)
+        assert not clock.due(False, saver)
+        saver.busy = True
+        assert not clock.due(True, saver)

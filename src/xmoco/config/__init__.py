@@ -165,7 +165,10 @@ class TrainConfig(Section):
     )
     seed: int = Field(0, ge=0, description="Order of samples and views are functions of it.")
     checkpoint_minutes: float = Field(
-        10.0, ge=0, description="Minutes between checkpoints; one is also written at epoch ends."
+        10.0,
+        ge=0,
+        description="Minutes between checkpoints; one is also written at epoch ends, unless they "
+        "come so fast that this would take more than 2 % of the time.",
     )
     log_every: int = Field(20, ge=1, description="Steps between lines in metrics.jsonl.")
 

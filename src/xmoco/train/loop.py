@@ -33,7 +33,7 @@ from xmoco.train.run_folder import RunFolder
 from xmoco.train.step import build_stepper
 from xmoco.train.stopping import StopRequest
 
-CHECKPOINT_SHARE = 0.02  # of the time, at most, goes into checkpoints at epoch ends
+CHECKPOINT_SHARE = 0.02  # of the time, at most, checkpoints at epoch ends are being written
 STEPS_BETWEEN_TALKS = 10  # of several processes, which have to agree when to save and to stop
 
 
@@ -243,7 +243,8 @@ class Training:
                         callback.on_epoch(self.step // epoch_length, self.step)
                 if save or stopped_by:
                     with means.paused():
-                        saves.time(self.begin_saving)
+                        self.begin_saving()
+                    saves.restart()
                 if stopped_by and not self.finished:
                     self.saver.finish()
                     where = f"after step {self.step} of {self.total_steps}"
@@ -258,7 +259,7 @@ class Training:
         Several processes agree on it now and then: each has heard its own signals, and the first
         one's clock counts.
         """
-        due = self.fabric.is_global_zero and saves.due(epoch_over, self.saver.busy)
+        due = self.fabric.is_global_zero and saves.due(epoch_over, self.saver)
         asked = [stop.signal_number, int(due)]
         if self.fabric.world_size > 1:
             now = epoch_over or self.step % STEPS_BETWEEN_TALKS == 0
@@ -483,20 +484,17 @@ class _RunningMeans:
 
 class _SaveClock:
     """When to write a checkpoint: every so many seconds, and at epoch ends unless epochs are so
-    short that this would take more than a small share of the time."""
+    short that one would be written for more than a small share of the time. That is done in the
+    background, but takes a core and the disk from whoever else wants them."""
 
     def __init__(self, interval: float) -> None:
         self.interval = interval
-        self.cost = 0.0
+        self.restart()
+
+    def restart(self) -> None:
         self.last = time.perf_counter()
 
-    def due(self, epoch_over: bool, busy: bool = False) -> bool:
+    def due(self, epoch_over: bool, saver: BackgroundSaver) -> bool:
         since = time.perf_counter() - self.last
-        cheap = self.cost <= CHECKPOINT_SHARE * since and not busy
+        cheap = not saver.busy and saver.seconds <= CHECKPOINT_SHARE * since
         return since >= self.interval or (epoch_over and cheap)
-
-    def time(self, save: Callable[[], Any]) -> None:
-        started = time.perf_counter()
-        save()
-        self.last = time.perf_counter()
-        self.cost = self.last - started
