@@ -211,7 +211,7 @@ def show(job: Job, file: Path) -> None:
     for subject, found in values.items():
         cells = [_cell(found[measure]) for measure in measures]
         table.add_row(subject, *cells, _above(found["box_ap"], values["scratch"]["box_ap"]))
-    Console().print(table)
+    Console(width=160).print(table)
 
 
 def _cell(values: list[float]) -> str:
@@ -228,6 +228,8 @@ def _above(values: list[float], scratch: list[float]) -> str:
     if len(values) < 2 or len(scratch) < 2:
         return f"{difference:+.1f}"
     deviation = (statistics.variance(values) / 2 + statistics.variance(scratch) / 2) ** 0.5
+    if deviation == 0:  # after few steps nobody finds anything, whatever the seed
+        return f"{difference:+.1f}"
     return f"{difference:+.1f} ({difference / deviation:.1f} deviations)"
 
 

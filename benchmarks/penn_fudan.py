@@ -2,7 +2,7 @@
 
 import io
 import json
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -50,11 +50,11 @@ def write_penn_fudan(
 
 
 def _mask(tree: Tree, path: str) -> np.ndarray:
-    folder, _, name = path.rpartition("/")
-    stem = name.rpartition(".")[0]
-    file = f"{folder.rpartition('/')[0]}/PedMasks/{stem}_mask.png"
+    image = PurePosixPath(path)
+    masks = image.parent.parent / "PedMasks"  # the source may be PennFudanPed itself
+    file = f"{masks / image.stem}_mask.png"
     if not tree.holds(file):
-        file = f"{folder.rpartition('/')[0]}/PedMasks/{stem}.png"
+        file = f"{masks / image.stem}.png"
     return np.asarray(Image.open(io.BytesIO(tree.read(file))))
 
 

@@ -51,6 +51,8 @@ def test_penn_fudan_in_cocos_layout(benchmarks: None, pedestrians: Path, tmp_pat
     assert bitmap_of_runs(train.objects.masks[1], 40, 60)[10:38, 30:45].all()
     same = open_detection(program.write_penn_fudan(pedestrians, tmp_path / "few", only=2))
     assert same[0].digest() == same[1].digest()
+    own = program.write_penn_fudan(pedestrians / "PennFudanPed", tmp_path / "own", held_out=2)
+    assert open_detection(own)[0].digest() == train.digest()
 
 
 @pytest.fixture
@@ -132,6 +134,7 @@ def test_how_far_above_scratch(benchmarks: None) -> None:
     assert program._above([30.0], [20.0]) == "+10.0"
     assert program._above([30.0, 32.0], [20.0, 22.0]) == "+10.0 (7.1 deviations)"
     assert program._above([20.0], []) == ""
+    assert program._above([0.0, 0.0], [0.0, 0.0, 0.0]) == "+0.0"
 
 
 @pytest.fixture
