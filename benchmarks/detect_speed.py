@@ -155,13 +155,22 @@ def benchmark(options: argparse.Namespace, folder: Path) -> None:
     work = prepared(options, folder)
     makers = work.participants()
     makers = {name: makers[name] for name in options.only or makers}
-    records = speeds(makers, work, options)
-    if options.ap_steps:
-        records += [r for name in makers for r in precision_of(name, work, options)]
-    append_records(options.results / "detect-speed.jsonl", records)
+    records: list[Record] = []
+    for found in measured(makers, work, options):
+        append_records(options.results / "detect-speed.jsonl", found)  # whatever comes of the rest
+        records += found
     show(records, options)
     if options.stages:
         show_stages(makers["xmoco"](), work)
+
+
+def measured(
+    makers: Mapping[str, Callable[[], Any]], work: Work, options: argparse.Namespace
+) -> Iterator[list[Record]]:
+    yield speeds(makers, work, options)
+    if options.ap_steps:
+        for name in makers:
+            yield precision_of(name, work, options)
 
 
 def prepared(options: argparse.Namespace, folder: Path) -> Work:

@@ -84,6 +84,23 @@ def test_both_loops_are_timed_and_judged(
     assert len(judged) == 2 * 2 * 3  # of two participants, boxes and masks, three measures
 
 
+def test_speeds_outlive_what_is_measured_after_them(
+    speed: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(speed, "precision_of", killed)
+    data, results = write_scenes(tmp_path / "scenes"), tmp_path / "results"
+    arguments = "--weights scratch:tiny --batch 2 --size 64 --steps 1 --rounds 1 --only xmoco"
+    arguments += f" --device cpu --data {data} --results {results}"
+    monkeypatch.setattr(sys, "argv", ["detect_speed.py", *arguments.split()])
+    with pytest.raises(KeyboardInterrupt):
+        speed.main()
+    (record,) = read_records(results / "detect-speed.jsonl", Measured[dict[str, Any]])
+    assert record.measure == "detect_images_per_second"
+
+
 def test_what_has_its_records_is_not_done_again(
     benchmarks: None, pedestrians: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
