@@ -367,7 +367,7 @@ def test_a_recipe_for_another_optimiser_drops_what_it_lacks(tmp_path: Path) -> N
         ("trust=0.01", "sgd has no setting trust"),
         ("optim.betas=[0.9, 0.99]", "sgd has no setting betas"),
         ("sgd_momentum=1", "optim.sgd_momentum = 1"),
-        ("local_scale=[0, 1]", "xmoco has no setting local_scale"),
+        ("queue_length=3", "xmoco has no setting queue_length"),
         ("label_weight=1.5", "method.label_weight = 1.5"),
         ("consistency_weight=-1", "method.consistency_weight = -1"),
         ("epochs=2024-13-45", "train.epochs = '2024-13-45'"),

@@ -43,6 +43,7 @@ METHODS = {
     "xmoco": f"{BANKS} consistency_warmup_epochs=2",
     "xmoco, probabilities": f"{BANKS} history=probabilities",
     "xmoco, large stem": f"{BANKS} stem=imagenet size=64",
+    "xmoco, small views": f"{BANKS} weak_keys=true local_crops=3 local_size=12",
     "mocov2plus": f"method=mocov2plus {BANKS}",
     "simclr": "method=simclr",
     "byol": "method=byol predictor_hidden=32 key_momentum=0.5",

@@ -101,6 +101,23 @@ class BankConfig(MomentumEncoderConfig):
     )
 
 
+class SmallViewsConfig(MethodSettings):
+    """Settings of methods that take small views beside the full ones (multi-crop)."""
+
+    local_crops: int = Field(
+        0, ge=0, le=32, description="Small views of every image beside the full ones."
+    )
+    local_size: int = Field(96, ge=8, le=1024, description="Side of a small view in pixels.")
+    local_scale: Range = Field(
+        (0.05, 0.2), description="Share of the image's area a small view covers."
+    )
+
+    @field_validator("local_scale")
+    @classmethod
+    def _is_share(cls, share: Range) -> Range:
+        return checked_share(share)
+
+
 class MoCoConfig(BankConfig):
     """Settings of those that choose among keys."""
 
@@ -124,8 +141,16 @@ class DirectedConfig(BankConfig):
         return weight
 
 
-class TwoBanksConfig(BankIdeasConfig, MoCoConfig):
+class TwoBanksConfig(SmallViewsConfig, BankIdeasConfig, MoCoConfig):
     """Settings of XMoCo, and of what it extends."""
+
+    local_crops: int = Field(
+        0,
+        ge=0,
+        le=32,
+        description="Small views of every image, which learn from both full ones; not in the "
+        "paper.",
+    )
 
     teacher: Literal["queries", "keys"] = Field(
         "queries",
@@ -165,7 +190,8 @@ class XMoCoConfig(TwoBanksConfig):
     def subject(self) -> str:
         """XMoCo+ with what is not in the paper, lest its figures be taken for the paper's."""
         changes = self.label_weight > 0 and self.last_positive_mass != self.positive_mass
-        more = self.teacher == "keys" or self.weak_keys or self.predictor_hidden or changes
+        others = self.weak_keys or self.predictor_hidden or self.local_crops
+        more = self.teacher == "keys" or others or changes
         return f"{self.name}+" if more else self.name
 
     @property
@@ -295,7 +321,7 @@ class BYOLConfig(MomentumEncoderConfig):
     predictor_hidden: int = Field(4096, ge=1, description="Width of the predictor's hidden layer.")
 
 
-class PrototypesConfig(MethodSettings):
+class PrototypesConfig(SmallViewsConfig):
     """Settings of SwAV, and of what extends it."""
 
     temperature: float = Field(0.1, gt=0, description="τ: divides scores before the softmax.")
@@ -309,18 +335,6 @@ class PrototypesConfig(MethodSettings):
         0, ge=0, description="Past images that join the code balancing, for small batches; 0: none."
     )
     queue_from_epoch: float = Field(15.0, ge=0, description="The queue takes part from here on.")
-    local_crops: int = Field(
-        0, ge=0, le=32, description="Small views of every image beside the two full ones."
-    )
-    local_size: int = Field(96, ge=8, le=1024, description="Side of a small view in pixels.")
-    local_scale: Range = Field(
-        (0.05, 0.2), description="Share of the image's area a small view covers."
-    )
-
-    @field_validator("local_scale")
-    @classmethod
-    def _is_share(cls, share: Range) -> Range:
-        return checked_share(share)
 
 
 class SwAVConfig(PrototypesConfig):

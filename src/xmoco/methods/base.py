@@ -10,7 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xmoco.config import Config
-from xmoco.config.methods import BankConfig, DirectedConfig, MomentumEncoderConfig, NeighbourConfig
+from xmoco.config.methods import (
+    BankConfig,
+    DirectedConfig,
+    MomentumEncoderConfig,
+    NeighbourConfig,
+    SmallViewsConfig,
+)
 from xmoco.data.imagesets import ImageSet
 from xmoco.data.streaming import Batch, sent
 from xmoco.data.views import ViewGroup, views_of
@@ -46,6 +52,27 @@ def query_and_key_views(
         ViewGroup(queries, config.views, config.input),
         ViewGroup(weak, config.weak_views, config.input),
     )
+
+
+def small_views(config: Config) -> tuple[ViewGroup, ...]:
+    """Small views beside the full ones, as a last group, if there are to be any (multi-crop)."""
+    settings = config.method
+    assert isinstance(settings, SmallViewsConfig)
+    if not settings.local_crops:
+        return ()
+    names = tuple(f"small view {n}" for n in range(1, settings.local_crops + 1))
+    views = config.views.model_copy(update={"crop_scale": settings.local_scale})
+    return (ViewGroup(names, views, config.input.model_copy(update={"size": settings.local_size})),)
+
+
+def small_views_warnings(groups: Sequence[ViewGroup]) -> list[str]:
+    full, last = groups[0].input.size, groups[-1]
+    if not last.names[0].startswith("small") or last.input.size < full:
+        return []
+    return [
+        f"small views of {last.input.size} px are no smaller than the full ones of {full} px: "
+        "lower local_size"
+    ]
 
 
 class Method(Task):
@@ -158,6 +185,8 @@ class BankMethod(MomentumMethod):
     """Queries of either side of an image meet the keys of the other, and banks of past keys."""
 
     hides_keys = True
+    small_views: int = 0
+    """So many views come last, of which only queries are made."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -188,10 +217,16 @@ class BankMethod(MomentumMethod):
         return strong, ViewGroup(weak, config.weak_views, config.input)
 
     def contrasted(self, views: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """(q_s, q_t) and (k_s, k_t) of unit length: keys of the last two views, be they weak ones
-        or those of the queries. Where banks have one side only, of the last view and one query."""
-        sides = len(self.banks.sides)
-        return self.encoded(views[:sides], views[-sides:])
+        """(q_s, q_t) and (k_s, k_t) of unit length: keys of the last two full views, be they weak
+        ones or those of the queries. Where banks have one side only, of the last one and one query.
+        Queries of small views, if there are any, come after the others."""
+        return self.encoded(*self.of_queries_and_keys(views))
+
+    def of_queries_and_keys(
+        self, views: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        sides, full = len(self.banks.sides), len(views) - self.small_views
+        return [*views[:sides], *views[full:]], views[full - sides : full]
 
     def encoded(
         self, views: Sequence[Tensor], key_views: Sequence[Tensor]
@@ -212,9 +247,9 @@ class BankMethod(MomentumMethod):
         return metrics
 
     def meeting(self, views: Sequence[Tensor]) -> Meeting | None:
-        sides = len(self.banks.sides)
-        queries = [self.encoder(view) for view in views[:sides]]
-        keys = [self.momentum_encoder(view) for view in views[-sides:]]
+        of_queries, of_keys = self.of_queries_and_keys(views)
+        queries = [self.encoder(view) for view in of_queries[: len(of_keys)]]
+        keys = [self.momentum_encoder(view) for view in of_keys]
         if self.predictor is not None:
             queries = [F.normalize(self.predictor(query).float(), dim=1) for query in queries]
         return Meeting(queries, keys, self.temperature, self.compared_by())

@@ -13,7 +13,7 @@ from xmoco.data.views import ViewGroup
 from xmoco.losses.bank import SharedRing
 from xmoco.losses.metrics import feature_metrics
 from xmoco.losses.swav import codes, swapped_prediction
-from xmoco.methods.base import Method
+from xmoco.methods.base import Method, small_views, small_views_warnings
 from xmoco.schedules import FromEpoch, Schedule
 from xmoco.task import StepOutput, Values
 
@@ -35,17 +35,7 @@ class SwAV(Method):
     @staticmethod
     def view_groups(config: Config) -> tuple[ViewGroup, ...]:
         """Two full views and, in multi-crop, some small ones."""
-        settings = config.method
-        assert isinstance(settings, PrototypesConfig)
-        full = ViewGroup(("view 1", "view 2"), config.views, config.input)
-        if not settings.local_crops:
-            return (full,)
-        small = ViewGroup(
-            tuple(f"small view {n}" for n in range(1, settings.local_crops + 1)),
-            config.views.model_copy(update={"crop_scale": settings.local_scale}),
-            config.input.model_copy(update={"size": settings.local_size}),
-        )
-        return full, small
+        return (*Method.view_groups(config), *small_views(config))
 
     def schedules(self) -> Mapping[str, Schedule]:
         return {
@@ -118,10 +108,4 @@ class SwAV(Method):
                 f"a queue of {self.settings.queue_length} is longer than the {images} images: "
                 "lower queue_length"
             )
-        full, *small = (group.input.size for group in self.views)
-        if small and small[0] >= full:
-            found.append(
-                f"small views of {small[0]} px are no smaller than the full ones of {full} px: "
-                "lower local_size"
-            )
-        return found
+        return found + small_views_warnings(self.views)

@@ -6,17 +6,19 @@ loss stand alone in ``losses/``: ``soft_labels.py``, ``consistency.py``, ``bank.
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from xmoco.config import Config
 from xmoco.config.methods import TwoBanksConfig
+from xmoco.data.views import ViewGroup
 from xmoco.losses import XMoCoLoss
 from xmoco.losses.bank import KeyBanks
 from xmoco.losses.contrast import Contrast
 from xmoco.losses.cross_similarity import CrossSimilarity
 from xmoco.losses.metrics import feature_metrics, label_metrics, similarity_metrics
 from xmoco.losses.soft_labels import weighted_mass
-from xmoco.methods.base import BankMethod
+from xmoco.methods.base import BankMethod, small_views, small_views_warnings
 from xmoco.nn.encoder import momentum_update
 from xmoco.schedules import Schedule, rising, warmed_up
 from xmoco.task import StepOutput, Values
@@ -42,7 +44,7 @@ class XMoCo(BankMethod):
             teacher=settings.teacher,
         )
         super().__init__(config)
-        self.loss = loss
+        self.loss, self.small_views = loss, settings.local_crops
         if settings.subject == "xmoco+":  # with what is not in the paper
             self.title = "XMoCo+"
         self.consistency_weight = warmed_up(
@@ -62,12 +64,16 @@ class XMoCo(BankMethod):
             "positive_mass": self.positive_mass,
         }
 
+    @staticmethod
+    def view_groups(config: Config) -> tuple[ViewGroup, ...]:
+        return (*BankMethod.view_groups(config), *small_views(config))
+
     def forward(
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
     ) -> StepOutput:
         # 1. Two random views of every image come in: source and target.
         # 2. The encoder f makes queries of them; the momentum encoder g makes keys, no gradient.
-        (q_s, q_t), (k_s, k_t) = self.contrasted(views)
+        (q_s, q_t, *q_small), (k_s, k_t) = self.contrasted(views)  # small views: XMoCo+ only
         # 3. Two banks hold the last K keys of either side; slot j of both is the same image.
         # 4. P_s = softmax([q_s·k_t | q_s·B_t] / τ) and P_t = softmax([q_t·k_s | q_t·B_s] / τ).
         P_s, P_t = self.loss.similarities(q_s, q_t, k_s, k_t)
@@ -77,6 +83,15 @@ class XMoCo(BankMethod):
         # 6. CE(Y_s, P_t) + CE(Y_t, P_s) + w·(CE(sg P_s, P_t) + CE(sg P_t, P_s)); w is 1.
         w = at["consistency_weight"]
         loss, terms = self.loss.cross_entropies(P_s, P_t, T_s, T_t, Y_s, Y_t, w)
+        if q_small:  # learn from both sides, as these do from each other; all views count alike
+            small = [
+                self.loss.cross_entropies(
+                    *self.loss.similarities(q, q, k_s, k_t), T_s, T_t, Y_s, Y_t, w
+                )[0]
+                for q in q_small
+            ]
+            loss = torch.stack([loss, *small]).mean()
+            terms["small_views"] = torch.stack(small).mean()
         # 7. The keys enter both banks, the oldest leave; then, in after_update, g follows f.
         if self.training:
             self.loss.remember(T_s, T_t)
@@ -86,6 +101,9 @@ class XMoCo(BankMethod):
     def after_update(self, at: Values) -> None:
         # The optimiser has moved f: g ← m·g + (1−m)·f.
         momentum_update(self.momentum_encoder, self.encoder, at["key_momentum"])
+
+    def warnings(self, images: int) -> list[str]:
+        return super().warnings(images) + small_views_warnings(self.views)
 
     def compared_by(self) -> CrossSimilarity:
         return self.loss
