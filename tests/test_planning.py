@@ -114,3 +114,12 @@ def test_a_dry_run_does_nothing(tmp_path: Path, monkeypatch: Any) -> None:
     assert list(tmp_path.iterdir()) == []
     outcome = run_cli("pretrain", "--recipe", "demo", "--dry-run", "--out", "run")
     assert_refused(outcome, "--dry-run does nothing")
+
+
+def test_settings_of_a_head_that_is_not_there_are_told_to_do_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    show_plan("demo", overrides=["device=cpu", "method=supervised", "head_layers=3"])
+    assert "head_layers, head_hidden and feature_size do nothing" in capsys.readouterr().out
+    show_plan("demo", overrides=["device=cpu", "head_layers=3"])
+    assert "do nothing" not in capsys.readouterr().out

@@ -32,6 +32,10 @@ class Supervised(Method):
         backbone = checked_backbone(config.model, config.input)
         self.encoder = Encoder(backbone, nn.Identity(), unit_length=False)
         self.run.prepare(self.encoder)
+        self.run.notes.append(
+            "a linear classifier takes the place of the head: head_layers, head_hidden and "
+            "feature_size do nothing"
+        )
 
     @staticmethod
     def view_groups(config: Config) -> tuple[ViewGroup, ...]:
