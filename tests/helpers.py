@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,12 @@ def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
     while not condition():
         assert time.monotonic() < patience, "waited in vain"
         time.sleep(0.005)
+
+
+def interpreter_out_of_date() -> bool:
+    """Triton 3.6's interpreter cannot count loops with numpy 2.4."""
+    triton, numpy = (tuple(map(int, version(n).split(".")[:2])) for n in ("triton", "numpy"))
+    return triton < (3, 7) and numpy >= (2, 4)
 
 
 def make_images(folder: Path, each: int = 32, classes: int = 4, side: int = 16) -> Path:

@@ -9,11 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-triton = pytest.importorskip("triton")
+from helpers import interpreter_out_of_date
+
+pytest.importorskip("triton")
 
 HERE = Path(__file__).parent
 FILES = [
@@ -21,12 +22,10 @@ FILES = [
     HERE / "nn" / "test_fused_stem.py",
     HERE / "data" / "test_view_kernels.py",
 ]
-# Triton 3.6's interpreter cannot count loops with numpy 2.4.
-OUT_OF_DATE = triton.__version__ < "3.7" and np.__version__ >= "2.4"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they run as they are")
-@pytest.mark.skipif(OUT_OF_DATE, reason="this Triton's interpreter is older than this numpy")
+@pytest.mark.skipif(interpreter_out_of_date(), reason="Triton's is older than this numpy")
 def test_kernels_through_the_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-rA", "-p", "no:cacheprovider", *map(str, FILES)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
