@@ -1,5 +1,5 @@
 """Tables of what detectors reached on several backbones: the mean over seeds, and its deviation;
-and of how long it takes to judge what they found.
+of what they learn by heart; and of how long it takes to judge what they found.
 """
 
 import statistics
@@ -10,6 +10,7 @@ from told import NOTHING, AnyRecord, Place, name_of
 from xmoco.detect.models import DESIGNS
 from xmoco.records import DetectionProtocol, Measured, read_records
 from xmoco.report.circumstances import (
+    Fact,
     circumstances,
     grouped,
     last_of_each,
@@ -33,8 +34,31 @@ def detection_tables(place: Place, pattern: str = "detect.jsonl") -> str:
     for file in place.files(pattern):
         records = read_records(file, Detected, COLUMNS)
         for alike in grouped(records, compared_with):
-            tables += [title(alike[0]), table(place, file, alike)]
+            tables += [title(alike[0]), table(place, file, alike, "backbone", backbone)]
     return "\n\n".join(tables)
+
+
+def overfit_tables(place: Place, pattern: str = "detect-overfit.jsonl") -> str:
+    """What detectors know by heart: one for those of boxes, one for those of masks as well, which
+    have more columns; rows by detector."""
+    tables = []
+    for file in place.files(pattern):
+        records = read_records(file, Detected, COLUMNS)
+        for alike in grouped(records, learnt_with):
+            first = alike[0]
+            lead = f"**The same images learnt and judged: {first.work}, {first.protocol.schedule}**"
+            tables += [lead, table(place, file, alike, "detector", detector)]
+    return "\n\n".join(tables)
+
+
+def learnt_with(record: Detected) -> tuple[object, ...]:
+    protocol = record.protocol
+    told = (protocol.data, protocol.steps, protocol.size, protocol.batch, protocol.metric)
+    return (DESIGNS[protocol.model].masks, record.subject, record.work, *told)
+
+
+def detector(record: Detected) -> str:
+    return DESIGNS[record.protocol.model].title
 
 
 def compared_with(record: Detected) -> tuple[object, ...]:
@@ -48,15 +72,20 @@ def title(record: Detected) -> str:
     return f"**{DESIGNS[protocol.model].title}, {record.work}, {protocol.schedule}**"
 
 
-def table(place: Place, file: Path, records: Sequence[Detected]) -> str:
-    last = last_of_each(records, lambda r: (r.subject, r.protocol.digest, r.measure, r.seed))
+def table(place: Place, file: Path, records: Sequence[Detected], heading: str, name: Fact) -> str:
+    """``name`` is of a row, and ``heading`` stands above it."""
+
+    def row(record: Detected) -> tuple[str, ...]:
+        return record.subject, record.protocol.digest, record.protocol.model
+
+    last = last_of_each(records, lambda r: (*row(r), r.measure, r.seed))
     rows = []
-    for own in grouped(last, lambda r: (r.subject, r.protocol.digest)):
+    for own in grouped(last, row):
         cells = [cell([r.value for r in own if r.measure == measure]) for measure in COLUMNS]
-        rows.append([backbone(own[0]), *cells])
+        rows.append([name(own[0]) or "", *cells])
     there = {record.measure for record in last}
     kept = [0, *(n for n, measure in enumerate(COLUMNS, start=1) if measure in there)]
-    headings = ["backbone", *COLUMNS.values()]
+    headings = [heading, *COLUMNS.values()]
     return section(
         markdown_table(
             [headings[n] for n in kept],

@@ -24,7 +24,7 @@ from PIL import Image
 from torch import Tensor
 
 from cluster_tables import scaling_tables, shards_table
-from detection_tables import detection_tables, judging_tables
+from detection_tables import detection_tables, judging_tables, overfit_tables
 from fault_tables import faults_table
 from plain_tables import QUESTIONS, answer, other_tables
 from tables import (
@@ -144,6 +144,7 @@ PARTS: dict[str, Callable[[Place], str]] = {
     "comparisons": comparison_tables,
     "paper-tables": paper_tables,
     "detection": detection_tables,
+    "detection-overfit": overfit_tables,
     "judging": judging_tables,
     "speed": speed_tables,
     "speed-bounds": speed_bounds,

@@ -60,6 +60,35 @@ def test_tables_of_detectors(benchmarks: None, tmp_path: Path) -> None:
         assert fact in text, fact
 
 
+def test_detectors_that_know_masks_by_heart_have_a_table_of_their_own(
+    benchmarks: None, tmp_path: Path
+) -> None:
+    program = importlib.import_module("detection_tables")
+    place = importlib.import_module("told").Place(tmp_path)
+    assert program.overfit_tables(place) == ""
+    records = [
+        record("box_ap50", 90.0, "scratch", 0, model="faster-rcnn-c4"),
+        record("box_ap50", 91.0, "scratch", 0),
+        record("mask_ap50", 80.0, "scratch", 0),
+        record("box_apm", 10.0, "scratch", 0),  # has no column
+        record("box_ap50", 92.0, "scratch", 0, model="retinanet-fpn"),
+    ]
+    append_records(tmp_path / "detect-overfit.jsonl", records)
+    text = program.overfit_tables(place)
+    lead = "**The same images learnt and judged: street-resnet50, 500-steps**"
+    assert [line for line in text.splitlines() if line.startswith(("|", "**"))] == [
+        lead,
+        "| detector | AP50, boxes |",
+        "| --- | ---: |",
+        "| Faster R-CNN C4 | 90.0 |",
+        "| RetinaNet FPN | 92.0 |",
+        lead,
+        "| detector | AP50, boxes | AP50, masks |",
+        "| --- | ---: | ---: |",
+        "| Mask R-CNN FPN | 91.0 | 80.0 |",
+    ]
+
+
 def test_the_table_of_judging_tells_who_judged_on_the_host(
     benchmarks: None, tmp_path: Path
 ) -> None:
