@@ -24,6 +24,15 @@ from xmoco.schedules import Schedule, rising, warmed_up
 from xmoco.task import StepOutput, Values
 
 
+def with_small_views(
+    loss: Tensor, terms: dict[str, Tensor], small: Sequence[tuple[Tensor, dict[str, Tensor]]]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """All views count alike. The cross entropies of small ones are told as one, their mean."""
+    losses = torch.stack([loss, *(own for own, _ in small)])
+    parts = torch.stack([part for _, own in small for part in own.values()])
+    return losses.mean(), terms | {"small_views": parts.mean()}
+
+
 class XMoCo(BankMethod):
     title = "XMoCo"
 
@@ -81,17 +90,12 @@ class XMoCo(BankMethod):
         T_s, T_t = self.loss.teachers(P_s, P_t)  # P itself, unless keys are to be the teacher
         Y_s, Y_t = self.loss.labels(T_s, T_t, at["positive_mass"])  # ξ is the share of positives
         # 6. CE(Y_s, P_t) + CE(Y_t, P_s) + w·(CE(sg P_s, P_t) + CE(sg P_t, P_s)); w is 1.
-        w = at["consistency_weight"]
-        loss, terms = self.loss.cross_entropies(P_s, P_t, T_s, T_t, Y_s, Y_t, w)
-        if q_small:  # learn from both sides, as these do from each other; all views count alike
-            small = [
-                self.loss.cross_entropies(
-                    *self.loss.similarities(q, q, k_s, k_t), T_s, T_t, Y_s, Y_t, w
-                )[0]
-                for q in q_small
-            ]
-            loss = torch.stack([loss, *small]).mean()
-            terms["small_views"] = torch.stack(small).mean()
+        told = (T_s, T_t, Y_s, Y_t, at["consistency_weight"])
+        loss, terms = self.loss.cross_entropies(P_s, P_t, *told)
+        if q_small:  # learn from both sides, as these do from each other
+            small = [self.loss.similarities(q, q, k_s, k_t) for q in q_small]
+            parts = [self.loss.cross_entropies(S_s, S_t, *told) for S_s, S_t in small]
+            loss, terms = with_small_views(loss, terms, parts)
         # 7. The keys enter both banks, the oldest leave; then, in after_update, g follows f.
         if self.training:
             self.loss.remember(T_s, T_t)

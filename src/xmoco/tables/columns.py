@@ -22,6 +22,11 @@ class Column:
     def can_be_had_on(self, device: str) -> bool:
         return self.measure != "gpu_memory" or device == "cuda"
 
+    @property
+    def told_by_training(self) -> bool:
+        """Whether it is known as soon as a trial is trained, with nothing judged."""
+        return not self.measure.endswith("_top1")
+
 
 COLUMNS: Mapping[str, Column] = {
     "knn20": Column("kNN, k 20", "knn_top1", k=20),

@@ -30,7 +30,7 @@ from xmoco.planning import say
 from xmoco.records import append_records
 from xmoco.settings import config_yaml
 from xmoco.tables.bench import Bench, Images, Trial, known_records, lasting
-from xmoco.tables.columns import Column
+from xmoco.tables.columns import COLUMNS, Column
 from xmoco.tables.definition import Table, read_table
 from xmoco.tables.drawing import Group, draw, fill
 from xmoco.tables.plan import Asked, Planned, plan
@@ -129,6 +129,13 @@ def _columns(table: Table, device: str) -> list[Column]:
     return [column for column in table.measured if column.can_be_had_on(device)]
 
 
+def _with_all_that_is_told(columns: Sequence[Column], device: str) -> list[Column]:
+    """What training tells is recorded whether the table shows it or not: another table that does,
+    and has the run in common, would train it again."""
+    told = [c for c in COLUMNS.values() if c.told_by_training and c.can_be_had_on(device)]
+    return [*columns, *(column for column in told if column not in columns)]
+
+
 def _problem(course: Course, planned: int) -> str | None:
     if not course.failed:
         return None
@@ -208,7 +215,7 @@ def _attempt(
     try:
         found = bench.attempt(
             one.trial,
-            columns,
+            _with_all_that_is_told(columns, bench.device.type),
             run,
             watch=lambda training: _Shown(one.label, training, console, live),
             command=job.command,
