@@ -19,6 +19,7 @@ interrupted goes on.
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ from options import at_least
 from recipe import RESULTS
 from tune import digest
 from xmoco.config import Config
+from xmoco.errors import Interrupted
 from xmoco.files import write_whole
 from xmoco.methods import Method
 from xmoco.records import Record, append_records
@@ -142,6 +144,10 @@ def attempt(
     except DivergedError as error:
         print(f"{entry.name}, seed {trial.seed}: {error}", flush=True)
         return
+    except Interrupted as stop:
+        kept = "the same command goes on" if options.runs else "it is lost: --runs would keep it"
+        print(f"{entry.name}, seed {trial.seed} was stopped; {kept}.", file=sys.stderr)
+        sys.exit(stop.status)
     settings = trial.config.model_dump(mode="json", exclude={"run", "data", "monitor"})
     found[-1].protocol["settings"] = settings
     if curve.points:  # a kept run may have been trained before anyone watched

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from helpers import make_images, write_recipe
 from xmoco.config import RunConfig
 from xmoco.data.imagesets import ArrayImages
+from xmoco.errors import TRY_AGAIN, Interrupted
 from xmoco.evaluate.classify import LINEAR
 from xmoco.evaluate.features import Features
 from xmoco.evaluate.logistic import fit
@@ -144,6 +146,26 @@ def test_a_stopped_run_goes_on(
     monkeypatch.setattr(Bench, "_judged", judged)
     monkeypatch.setattr(Training, "advance", fails)  # no step is taken twice
     assert {r["seed"] for r in compare("ours:", "--runs", "kept")} == {0}
+
+
+@pytest.mark.parametrize(
+    ("runs", "told"), [(("--runs", "kept"), "goes on"), ((), "lost: --runs would")]
+)
+def test_one_that_is_asked_to_stop_says_what_is_kept(
+    compare: Compare,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    runs: tuple[str, ...],
+    told: str,
+) -> None:
+    def stopped(*_: Any, **__: Any) -> None:
+        raise Interrupted(signal.SIGTERM, "after step 1 of 3", "")
+
+    monkeypatch.setattr(Bench, "attempt", stopped)
+    with pytest.raises(SystemExit) as end:
+        compare("--held-out", *runs, "xmoco:")
+    assert end.value.code == TRY_AGAIN
+    assert told in capsys.readouterr().err
 
 
 def test_methods_have_kept_runs_and_digests_of_their_own(compare: Compare, tmp_path: Path) -> None:
