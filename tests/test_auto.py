@@ -17,6 +17,7 @@ from xmoco.auto import (
     choose,
     duration,
     look_at,
+    suited_to,
 )
 from xmoco.auto import images_per_second as measured
 from xmoco.config import Config
@@ -38,6 +39,7 @@ def never(base: str, changes: dict[str, Any]) -> float:
 
 def chosen(images: int, side: int, device: str) -> tuple[AutoRecipe, Config]:
     recipe = choose(Situation(images, side, device), two_cores if device == "cpu" else never)
+    recipe = suited_to(recipe.settings()["epochs"], recipe)
     return recipe, load_config(recipe.base, settings=recipe.settings())
 
 
@@ -78,7 +80,7 @@ def test_small_images_are_judged_as_their_recipe_has_it() -> None:
 
 @pytest.mark.parametrize(
     ("images", "device", "least"),
-    [(9_469, "cuda", 0.08), (60_000, "cuda", 0.2), (9_469, "cpu", 0.2)],
+    [(9_469, "cuda", 0.08), (60_000, "cuda", 0.2), (60, "cpu", 0.08), (9_469, "cpu", 0.2)],
 )
 def test_many_epochs_of_photographs_get_smaller_crops(
     images: int, device: str, least: float

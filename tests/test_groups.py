@@ -43,10 +43,14 @@ KINDS = {
     "in two parts": "accumulate=2",
     "simclr": "method=simclr",
     "swav": SWAV,
+    "small views": "weak_keys=true local_crops=2 local_size=8",
 }
 GROUPS = {2: list(KINDS), 4: ["queries", "in two parts", "swav"]}
 """What each group plays. Four processes on two cores are slow."""
-RINGS = {"queries": 4, "probabilities": 4, "in two parts": 4, "simclr": 0, "swav": 2}
+RINGS = {
+    **{"queries": 4, "probabilities": 4, "in two parts": 4, "simclr": 0, "swav": 2},
+    "small views": 4,
+}
 """Tensors that a method remembers past batches in."""
 CHAIN = {
     "without norms": "",

@@ -47,7 +47,12 @@ def test_auto_tells_of_crops_that_suit_many_epochs(
     monkeypatch.setattr("xmoco.planning.look_at", lambda *_: on_a_gpu)
     images = make_images(tmp_path / "photos", each=40)
     show_plan(data=images, overrides=["device=cpu"])
-    assert "  crop_scale=[0.08, 1.0]: so many epochs want smaller crops" in capsys.readouterr().out
+    assert "  crop_scale=[0.08, 1.0]: 410 epochs want smaller crops" in capsys.readouterr().out
+    show_plan(data=images, overrides=["device=cpu", "epochs=60"])
+    assert "crop_scale" not in capsys.readouterr().out
+    monkeypatch.setattr("xmoco.planning.look_at", lambda *_: Situation(60_000, 160, "cuda"))
+    show_plan(data=images, overrides=["device=cpu", "epochs=300"])
+    assert "  crop_scale=[0.08, 1.0]: 300 epochs want smaller crops" in capsys.readouterr().out
     show_plan(data=images, overrides=["device=cpu", "crop_scale=[0.3,1.0]"])
     assert "crop_scale" not in capsys.readouterr().out  # asked for, not chosen
 

@@ -93,16 +93,24 @@ def _for_gpu(situation: Situation) -> AutoRecipe:
     batch = 512 if images >= 500_000 else _power(images // 64, 32, 256)
     steps = max(1, images // batch)
     epochs = min(800, max(100, round(STEPS / steps / 10) * 10))
-    choices = [
-        Choice("size", size, _about_size(side, size, "cost more than so few images teach")),
-        Choice("backbone", backbone, f"{images:,} images suit a network of this size"),
-        Choice("batch", batch, f"makes {steps:,} steps of an epoch"),
-        _bank(images),
-        Choice("epochs", epochs, f"{epochs * steps:,} steps in all"),
-    ]
-    if base == "imagenette" and epochs >= LONG:
-        choices.append(Choice("crop_scale", SMALL_CROPS, "so many epochs want smaller crops"))
-    return AutoRecipe(base, tuple(choices))
+    return AutoRecipe(
+        base,
+        (
+            Choice("size", size, _about_size(side, size, "cost more than so few images teach")),
+            Choice("backbone", backbone, f"{images:,} images suit a network of this size"),
+            Choice("batch", batch, f"makes {steps:,} steps of an epoch"),
+            _bank(images),
+            Choice("epochs", epochs, f"{epochs * steps:,} steps in all"),
+        ),
+    )
+
+
+def suited_to(epochs: int, recipe: AutoRecipe) -> AutoRecipe:
+    """With what so many epochs want, be they chosen or asked for."""
+    if recipe.base != "imagenette" or epochs < LONG:
+        return recipe
+    crops = Choice("crop_scale", SMALL_CROPS, f"{epochs} epochs want smaller crops")
+    return AutoRecipe(recipe.base, (*recipe.choices, crops))
 
 
 def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:

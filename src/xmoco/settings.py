@@ -17,7 +17,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from xmoco.config import KINDS, Config
+from xmoco.config import KINDS, Config, InputConfig
 from xmoco.config.section import Section
 from xmoco.errors import UserError, nearest
 from xmoco.files import text_of
@@ -272,7 +272,8 @@ def _merged(below: Settings, above: Settings) -> Settings:
             kept = {k: v for k, v in below.get(section, {}).items() if k not in foreign}
             below = below | {section: kept}
     old = below.get("input", {})
-    if above.get("input", {}).get("size", old.get("size")) != old.get("size"):
+    size = old.get("size", InputConfig().size)
+    if above.get("input", {}).get("size", size) != size:
         below = below | {"input": old | {"eval_size": None}}
     return below | {section: below.get(section, {}) | above[section] for section in above}
 

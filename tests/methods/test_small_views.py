@@ -11,7 +11,10 @@ from toys import MOCO, XMOCO, built, six_views, train, values, views_for
 
 from xmoco.config import Config
 from xmoco.config.methods import MoCoV2PlusConfig, XMoCoConfig
+from xmoco.errors import UserError
+from xmoco.methods import build_method
 from xmoco.methods.xmoco import XMoCo
+from xmoco.settings import load_config
 
 SMALL = {"local_crops": 4, "local_size": 96}
 KINDS: dict[str, XMoCoConfig | MoCoV2PlusConfig] = {
@@ -40,9 +43,7 @@ def cross_entropy(target: Tensor, logits: Tensor) -> Tensor:
 
 
 @each_kind
-def test_all_views_learn_from_both_sides_and_count_alike(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_small_views_learn_from_both_sides(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method = xmoco(kind)
     for step in range(4):  # banks and history are full then
         method(views_of(method, step), values(method))
@@ -120,7 +121,7 @@ def groups(**settings: Any) -> list[tuple[int, int]]:
 def test_small_views_are_a_group_after_all_others() -> None:
     assert groups() == [(2, 224)]
     assert groups(local_crops=3, local_size=80) == [(2, 224), (3, 80)]
-    assert groups(local_crops=3, weak_keys=True) == [(2, 224), (2, 224), (3, 96)]
+    assert groups(local_crops=3, weak_keys=True) == [(2, 224), (2, 224), (3, 112)]
     config = Config(method=XMoCoConfig(local_crops=1, local_scale=(0.1, 0.3)))
     assert XMoCo.view_groups(config)[-1].augmentation.crop_scale == (0.1, 0.3)
 
@@ -129,6 +130,16 @@ def test_who_has_them_is_called_so() -> None:
     assert XMoCoConfig(local_crops=1).subject == "xmoco+"
     assert built(KINDS["xmoco"]).title == "XMoCo+"
     assert XMoCoConfig().subject == "xmoco"
+    assert KINDS["mocov2plus"].subject == "mocov2plus+small views"
+    assert built(KINDS["mocov2plus"]).title == "MoCo v2+ with small views"
+    assert MoCoV2PlusConfig().subject == "mocov2plus"
+
+
+def test_small_views_that_a_backbone_does_not_take_are_refused_before_a_run() -> None:
+    changes = ["backbone=timm:test_vit", "size=32", "stem=imagenet", "local_crops=2"]
+    build_method(load_config("demo", [*changes, "local_size=16"]))
+    with pytest.raises(UserError, match="20 px"):
+        build_method(load_config("demo", [*changes, "local_size=20"]))
 
 
 def test_small_views_that_are_large_are_warned_of() -> None:

@@ -124,6 +124,28 @@ def test_a_copy_of_a_runner_knows_the_copied_encoders() -> None:
     assert runner.keys_stream is stream
 
 
+@each_policy
+@pytest.mark.parametrize("stacked", [False, True])
+def test_small_views_leave_no_mark_on_running_statistics(model: ModelConfig, stacked: bool) -> None:
+    """Which are for whole images; they are normalised by their own statistics as ever."""
+    runner, encoder = prepared(model)
+    again, same = prepared(model)
+    if stacked:
+        runner.optimize_for(CUDA, encoder)
+    views = views_of((16, 16, 8, 8))
+    features = runner.encode(encoder, views)
+    expected = again.encode(same, views[:2])
+    assert_close(features[:2], expected, rtol=1e-4, atol=1e-5)
+    statistics = {name: value for name, value in same.named_buffers() if "running" in name}
+    assert statistics
+    for name, value in encoder.named_buffers():
+        if name in statistics:
+            assert_close(value, statistics[name])
+    momenta = {norm.momentum for norm in encoder.modules() if isinstance(norm, nn.BatchNorm2d)}
+    assert 0.0 not in momenta
+    assert not torch.allclose(features[2], again.encode(same.eval(), views[2:])[0], atol=1e-3)
+
+
 # Keys
 
 

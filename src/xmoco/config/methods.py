@@ -107,7 +107,12 @@ class SmallViewsConfig(MethodSettings):
     local_crops: int = Field(
         0, ge=0, le=32, description="Small views of every image beside the full ones."
     )
-    local_size: int = Field(96, ge=8, le=1024, description="Side of a small view in pixels.")
+    local_size: int | None = Field(
+        None,
+        ge=8,
+        le=1024,
+        description="Side of a small view in pixels; null: half that of a full one.",
+    )
     local_scale: Range = Field(
         (0.05, 0.2), description="Share of the image's area a small view covers."
     )
@@ -203,6 +208,11 @@ class MoCoV2PlusConfig(TwoBanksConfig):
     name: Literal["mocov2plus"] = Field(
         "mocov2plus", description="MoCo v2 with symmetric InfoNCE and two banks."
     )
+
+    @property
+    def subject(self) -> str:
+        """With small views it is not the baseline of two views."""
+        return super().subject + ("+small views" if self.local_crops else "")
 
 
 class MoCoOneWayConfig(BankIdeasConfig, DirectedConfig, MoCoConfig):
@@ -323,6 +333,13 @@ class BYOLConfig(MomentumEncoderConfig):
 
 class PrototypesConfig(SmallViewsConfig):
     """Settings of SwAV, and of what extends it."""
+
+    local_size: int | None = Field(
+        96,
+        ge=8,
+        le=1024,
+        description="Side of a small view in pixels; null: half that of a full one.",
+    )
 
     temperature: float = Field(0.1, gt=0, description="τ: divides scores before the softmax.")
     epsilon: float = Field(0.05, gt=0, description="ε: smoothness of the codes.")

@@ -58,14 +58,14 @@ class Processes:
         return None
 
     def _give_up(self, error: OSError) -> None:
-        if self._usable:
+        first, self._usable = self._usable, False
+        if first:
             warnings.warn(
                 f"a process that was to {self._work} failed ({error}): threads do that from now "
                 "on, which may be slower.",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        self._usable = False
 
     def _take(self) -> "Process":
         try:

@@ -69,7 +69,7 @@ class DetectorTask(Task):
                 nn.SyncBatchNorm.convert_sync_batchnorm(self.detector)
             else:
                 split_statistics(self.detector, groups=1)
-                fuse_layers(self.detector)
+            fuse_layers(self.detector)
 
     def inputs(self, batch: Batch, moment: Moment) -> Sequence[Tensor]:
         """Images, their sizes, boxes, labels, the objects' numbers, and how to find the way back

@@ -24,6 +24,7 @@ from xmoco.losses.bank import KeyBank, KeyBanks, Ring
 from xmoco.losses.contrast import Contrast, contrast
 from xmoco.losses.cross_similarity import CrossSimilarity
 from xmoco.losses.metrics import feature_metrics, similarity_metrics
+from xmoco.nn.backbones import check_size
 from xmoco.nn.encoder import Encoder, build_encoder, momentum_copy, momentum_update
 from xmoco.nn.encoding import EncoderRunner
 from xmoco.nn.heads import Ending, mlp_head
@@ -62,7 +63,8 @@ def small_views(config: Config) -> tuple[ViewGroup, ...]:
         return ()
     names = tuple(f"small view {n}" for n in range(1, settings.local_crops + 1))
     views = config.views.model_copy(update={"crop_scale": settings.local_scale})
-    return (ViewGroup(names, views, config.input.model_copy(update={"size": settings.local_size})),)
+    size = settings.local_size or max(8, config.input.size // 2)
+    return (ViewGroup(names, views, config.input.model_copy(update={"size": size})),)
 
 
 def small_views_warnings(groups: Sequence[ViewGroup]) -> list[str]:
@@ -100,6 +102,8 @@ class Method(Task):
         self, config: Config, unit_length: bool = True, ending: Ending = "biased"
     ) -> Encoder:
         encoder = build_encoder(config.model, config.input, unit_length, ending)
+        for group in self.views:
+            check_size(config.model.backbone, encoder.backbone, group.input.size)
         self.run.prepare(encoder)
         return encoder
 

@@ -27,7 +27,8 @@ from xmoco.task import StepOutput, Values
 def with_small_views(
     loss: Tensor, terms: dict[str, Tensor], small: Sequence[tuple[Tensor, dict[str, Tensor]]]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """All views count alike. The cross entropies of small ones are told as one, their mean."""
+    """Whoever learns from a side counts alike, as in SwAV: small views learn from both, and full
+    ones from the other. The cross entropies of small views are told as one, their mean."""
     losses = torch.stack([loss, *(own for own, _ in small)])
     parts = torch.stack([part for _, own in small for part in own.values()])
     return losses.mean(), terms | {"small_views": parts.mean()}
@@ -56,6 +57,8 @@ class XMoCo(BankMethod):
         self.loss, self.small_views = loss, settings.local_crops
         if settings.subject == "xmoco+":  # with what is not in the paper
             self.title = "XMoCo+"
+        elif settings.local_crops:
+            self.title = f"{self.title} with small views"
         self.consistency_weight = warmed_up(
             settings.consistency_weight, settings.consistency_warmup_epochs
         )

@@ -4,6 +4,8 @@ Query and key of an image would be normalised by the same companions, a short cu
 MoCo shuffles keys between processes; inside one process, statistics of groups do the same job.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -12,6 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xmoco.distributed import exchange, processes, rank
+
+
+@contextmanager
+def running_statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Batches are normalised by their own statistics as ever, but leave no mark on the running
+    ones."""
+    norms = [
+        layer for layer in module.modules() if isinstance(layer, nn.modules.batchnorm._NormBase)
+    ]
+    momenta = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+    try:
+        yield
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
 
 
 class SplitStatistics(nn.modules.batchnorm._BatchNorm):

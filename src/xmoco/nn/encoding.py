@@ -7,6 +7,7 @@ are encoded in other batch-norm company than queries (nn/batchnorm.py).
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import groupby
 from typing import Any
 
@@ -18,6 +19,7 @@ from xmoco.errors import UserError
 from xmoco.nn.batchnorm import (
     keys_in_other_processes,
     keys_in_split_groups,
+    running_statistics_kept,
     split_statistics,
     stack_views,
     unknown_norms,
@@ -187,15 +189,21 @@ class EncoderRunner:
     def _each(
         self, encoder: nn.Module, views: Sequence[Tensor], keys: bool = False
     ) -> list[Tensor]:
+        """Those of the first one's size leave their mark on running statistics, which are for whole
+        images; smaller ones do not."""
+        features: list[Tensor] = []
+        for shape, alike in groupby(views, key=lambda view: view.shape):
+            with nullcontext() if shape == views[0].shape else running_statistics_kept(encoder):
+                features += self._alike(encoder, list(alike), keys)
+        return features
+
+    def _alike(self, encoder: nn.Module, views: list[Tensor], keys: bool) -> Sequence[Tensor]:
+        """Of one size."""
         if encoder not in self.stacked:
             return [self._pass(encoder, view, 1, keys) for view in views]
-        features: list[Tensor] = []
-        for _, alike in groupby(views, key=lambda view: view.shape):
-            together = list(alike)
-            self._stack(encoder, views=len(together))
-            pixels = torch.cat(together) if len(together) > 1 else together[0]
-            features += self._pass(encoder, pixels, len(together), keys).chunk(len(together))
-        return features
+        self._stack(encoder, views=len(views))
+        pixels = torch.cat(views) if len(views) > 1 else views[0]
+        return self._pass(encoder, pixels, len(views), keys).chunk(len(views))
 
     def _stack(self, encoder: nn.Module, views: int) -> None:
         if self.stacked.get(encoder) != views:

@@ -29,6 +29,7 @@ from xmoco.evaluate.knn import knn_accuracy
 from xmoco.evaluate.logistic import fit, fit_path
 from xmoco.evaluate.metrics import top_k
 from xmoco.fabric import Fabric
+from xmoco.files import write_whole
 from xmoco.methods import Method
 from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.pretraining import identity_of, prepare_training, work_name
@@ -163,7 +164,11 @@ class Bench:
             resume_command=command,
         )
         training.restore()
-        seconds, peak = self._train(training, watch)
+        gpu_memory = run.path / "gpu_memory"  # of training, for when judging is interrupted
+        seconds = training.seconds
+        if not training.finished:
+            seconds, peak = self._train(training, watch)
+            write_whole(gpu_memory, str(peak - held).encode())
         method = training.task
         assert isinstance(method, Method)
         common = {
@@ -178,10 +183,11 @@ class Bench:
         }
         measured = {
             "train_seconds": seconds,
-            "gpu_memory": (peak - held) / 2**30,
             "bank_memory": bank_bytes(method) / 2**20,
             "backbone_parameters": parameters(method.encoder.backbone) / 1e6,
         }
+        if gpu_memory.exists():  # unless killed between the last step and this
+            measured["gpu_memory"] = int(gpu_memory.read_bytes()) / 2**30
         found = [
             self._record(trial, column, value, common | {"size": size} | facts)
             for size in sizes or [config.input.central_size]
@@ -233,9 +239,8 @@ class Bench:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         before, started = training.seconds, time.perf_counter()
-        if not training.finished:
-            with watch(training) as callback:
-                training.train(callback)
+        with watch(training) as callback:
+            training.train(callback)
         if on_gpu:
             torch.cuda.synchronize(self.device)
         seconds = before + time.perf_counter() - started
