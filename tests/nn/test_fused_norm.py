@@ -28,6 +28,7 @@ from xmoco.nn.heads import mlp_head
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if CUDA else "cpu"
+too_long = pytest.mark.skipif(INTERPRETED, reason="takes the interpreter too long")
 
 
 @pytest.fixture
@@ -284,7 +285,7 @@ def learn(encoder: Encoder, bf16: bool = False) -> dict[str, Tensor]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("block", [BasicBlock, Bottleneck])
+@pytest.mark.parametrize("block", [BasicBlock, pytest.param(Bottleneck, marks=too_long)])
 @pytest.mark.usefixtures("always_fused")
 def test_a_network_learns_the_same(block: type[BasicBlock | Bottleneck]) -> None:
     plain, fused = (learn(encoder) for encoder in encoders(block))
@@ -294,6 +295,7 @@ def test_a_network_learns_the_same(block: type[BasicBlock | Bottleneck]) -> None
         assert error < 1e-3, name
 
 
+@too_long
 @pytest.mark.gpu
 @pytest.mark.usefixtures("always_fused")
 def test_a_network_in_bfloat16_errs_no_more() -> None:
