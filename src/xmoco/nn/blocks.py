@@ -164,7 +164,8 @@ def _is_stem(module: nn.Module) -> bool:
 def _is_stems_pool(module: nn.Module) -> bool:
     if type(module) is not nn.MaxPool2d or module.return_indices:
         return False
-    return str(module.extra_repr()) == nn.MaxPool2d(3, stride=2, padding=1).extra_repr()
+    like = nn.MaxPool2d(3, stride=2, padding=1)
+    return bool(module.extra_repr() == like.extra_repr())
 
 
 def _end_in_relu(*norms: object) -> bool:

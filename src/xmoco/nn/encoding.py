@@ -124,12 +124,13 @@ class EncoderRunner:
         if device.type != "cuda":
             return
         others = [name for encoder in encoders for name in unknown_norms(encoder)]
-        if others and self.batch_norm != "synchronised":
+        of_views = self.batch_norm != "synchronised"  # statistics may be those of a view
+        if others and of_views:
             self.notes.append(
                 f"views go through the encoder one by one: {others[0]} has statistics of its own"
             )
         for encoder in encoders:
-            if not others and self.batch_norm != "synchronised":
+            if of_views and not others:
                 self._stack(encoder, views=1)
             fuse_layers(encoder)
 
