@@ -13,7 +13,8 @@ a fixed rule, and judged in their place. That is how settings are to be chosen. 
 they are judged every 20 epochs as well, by kNN, which goes into the records of new runs with the
 loss and all else that a run tells: it shows whether longer training helps, and what becomes of it
 if it does not. Runs that have their records already are not trained again, so that a call that was
-interrupted goes on.
+interrupted goes on. ``--sizes`` judges new runs by images of further sizes. ``--at-once 2`` trains
+two runs side by side; their records say so, as their seconds are no measure of speed.
 """
 
 import argparse
@@ -22,7 +23,7 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -30,6 +31,7 @@ from typing import Any, Self
 from rich.console import Console
 from rich.table import Table
 
+from at_once import CONTEXT, in_processes, multi_process_service
 from options import at_least
 from recipe import RESULTS
 from tune import digest
@@ -95,6 +97,11 @@ def main() -> None:
     parser.add_argument(
         "--watch", type=at_least(1), metavar="EPOCHS", help="also judge every so often, by kNN"
     )
+    parser.add_argument(
+        "--sizes", nargs="+", type=at_least(1), default=[], help="also judge images of these, px"
+    )
+    parser.add_argument("--at-once", type=at_least(1), default=1, help="runs side by side")
+    parser.add_argument("--mps", action="store_true", help="use the multi-process service for that")
     parser.add_argument("--linear", action="store_true", help="also a linear classifier (slow)")
     parser.add_argument("--runs", type=Path, help="keep runs here, so that one goes on if stopped")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -107,15 +114,36 @@ def main() -> None:
     ]
     path = records_file(options)
     known = known_records(path)
-    if missing := [(entry, trial) for entry, trial in trials if not trial.own(known)]:
-        config = missing[0][1].config
-        fabric = build_fabric(config.run)
-        share = options.share if options.held_out else None
-        bench = Bench(fabric, Images.open(config.data, fabric.device, share))
-        for entry, trial in missing:
-            if not trial.own(known_records(path)):  # another call may have been faster
-                attempt(bench, entry, trial, path, options)
+    missing = [(entry, trial) for entry, trial in trials if not trial.own(known)]
+    failed = 0
+    if missing and options.at_once > 1:
+        queue = CONTEXT.Queue()
+        for job in [*missing, *[None] * options.at_once]:
+            queue.put(job)
+        with multi_process_service(options.mps):
+            failed = in_processes(work, [(options, queue)] * options.at_once)
+    elif missing:
+        attempt_all(options, missing)
     show(trials, known_records(path), options)
+    if failed:
+        sys.exit(f"{failed} of {options.at_once} processes failed; the same command goes on.")
+
+
+def work(options: argparse.Namespace, queue: Any) -> None:
+    """In one of several processes: whatever is next, until nothing is."""
+    attempt_all(options, iter(queue.get, None))
+
+
+def attempt_all(options: argparse.Namespace, jobs: Iterable[tuple[Entry, Trial]]) -> None:
+    path, bench = records_file(options), None
+    for entry, trial in jobs:
+        if trial.own(known_records(path)):
+            continue  # another call was faster
+        if bench is None:
+            fabric = build_fabric(trial.config.run)
+            share = options.share if options.held_out else None
+            bench = Bench(fabric, Images.open(trial.config.data, fabric.device, share))
+        attempt(bench, entry, trial, path, options)
 
 
 def records_file(options: argparse.Namespace) -> Path:
@@ -138,7 +166,7 @@ def attempt(
                 trial,
                 [COLUMNS[name] for name in names],
                 RunFolder(folder),
-                sizes=sorted({input.size, input.central_size}),
+                sizes=sorted({input.size, input.central_size, *options.sizes}),
                 watch=curve.of,
             )
     except DivergedError as error:
@@ -154,6 +182,9 @@ def attempt(
         found[0].protocol["curve"] = curve.points
         for record in found:  # whose seconds of training have that in them
             record.protocol["watched_every"] = options.watch
+    if options.at_once > 1:
+        for record in found:
+            record.protocol["runs_at_once"] = options.at_once
     append_records(path, found)
     values = ", ".join(f"{label(record)} {record.value:.2f}" for record in found)
     print(f"{entry.name} [{entry.changes}] seed {trial.seed}: {values}", flush=True)

@@ -9,15 +9,9 @@ without it the GPU takes turns between processes.
 """
 
 import argparse
-import contextlib
-import multiprocessing
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,6 +20,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from at_once import CONTEXT, in_processes, multi_process_service
 from recipe import RESULTS
 from xmoco.data.batches import preload
 from xmoco.evaluate.evaluation import EvalOptions, labelled_splits
@@ -52,7 +47,7 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     config = load_config(options.recipe, options.settings, {"source": options.data})
 
-    with service() if options.mps else contextlib.nullcontext():
+    with multi_process_service(options.mps):
         speeds = {runs: together(options, runs) for runs in options.runs}
     protocol = {
         "recipe": options.recipe,
@@ -85,36 +80,12 @@ def main() -> None:
     Console(width=120).print(table)
 
 
-@contextlib.contextmanager
-def service() -> Iterator[None]:
-    """NVIDIA's multi-process service, for processes started meanwhile."""
-    if shutil.which("nvidia-cuda-mps-control") is None:
-        sys.exit("there is no nvidia-cuda-mps-control on this machine: leave --mps out.")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
-        subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
-        try:
-            yield
-        finally:
-            subprocess.run(["nvidia-cuda-mps-control"], input=b"quit\n", check=False)
-            del os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_LOG_DIRECTORY"]
-
-
 def together(options: argparse.Namespace, runs: int) -> list[float]:
     """Images per second of each of so many runs at once."""
-    context = multiprocessing.get_context("spawn")
-    barrier, answers = context.Barrier(runs), context.SimpleQueue()
-    processes = [
-        context.Process(target=train, args=(options, seed, barrier, answers))
-        for seed in range(runs)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
+    barrier, answers = CONTEXT.Barrier(runs), CONTEXT.SimpleQueue()
+    if in_processes(train, [(options, seed, barrier, answers) for seed in range(runs)]):
         sys.exit(f"a run of {runs} at once failed.")
-    return [answers.get() for _ in processes]
+    return [answers.get() for _ in range(runs)]
 
 
 def train(options: argparse.Namespace, seed: int, barrier: Any, answers: Any) -> None:
