@@ -102,6 +102,9 @@ def main() -> None:
     )
     parser.add_argument("--at-once", type=at_least(1), default=1, help="runs side by side")
     parser.add_argument("--mps", action="store_true", help="use the multi-process service for that")
+    parser.add_argument(
+        "--beside", type=at_least(0), default=0, help="runs that another call trains meanwhile"
+    )
     parser.add_argument("--linear", action="store_true", help="also a linear classifier (slow)")
     parser.add_argument("--runs", type=Path, help="keep runs here, so that one goes on if stopped")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -182,9 +185,9 @@ def attempt(
         found[0].protocol["curve"] = curve.points
         for record in found:  # whose seconds of training have that in them
             record.protocol["watched_every"] = options.watch
-    if options.at_once > 1:
+    if (together := options.at_once + options.beside) > 1:
         for record in found:
-            record.protocol["runs_at_once"] = options.at_once
+            record.protocol["runs_at_once"] = together
     append_records(path, found)
     values = ", ".join(f"{label(record)} {record.value:.2f}" for record in found)
     print(f"{entry.name} [{entry.changes}] seed {trial.seed}: {values}", flush=True)

@@ -353,7 +353,10 @@ def test_a_few_images_are_enough(count: int) -> None:
 @pytest.mark.parametrize(
     "changes", [(), ("method=mocov2plus",), ("batch_norm=split", "batch_norm_groups=2")]
 )
-def test_a_look_on_a_gpu_is_that_of_a_cpu(tmp_path: Path, changes: tuple[str, ...]) -> None:
+def test_a_look_on_a_gpu_is_that_of_a_cpu(
+    tmp_path: Path, changes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # it would blur the comparison
     config = configured(*changes, "device=cuda", "precision=fp32")
     training = prepare_training(config, build_fabric(config.run), pictures(), RunFolder(tmp_path))
     training.task.train()
