@@ -296,10 +296,12 @@ def comparison_tables(place: Place) -> str:
     tables = []
     for file in [*place.files("compare-*.jsonl"), *place.files("trials-*.jsonl")]:
         records = [r for r in read_records(file, AnyRecord) if not chosen_by_test_images(r)]
-        for alike in grouped(records, compared_with):
-            work, split, size, recipe = compared_with(alike[0])
+        for alike in grouped(records, in_one_table):
+            work, split, recipe = in_one_table(alike[0])
+            sizes = {record.protocol["size"] for record in alike}
+            size = f"at {sizes.pop()} px " if len(sizes) == 1 else ""
             judged = JUDGED_ON.get(split, "images " + split)
-            lead = f"**{work}, judged at {size} px on {judged}; recipe {recipe}**"
+            lead = f"**{work}, judged {size}on {judged}; recipe {recipe}**"
             tables += [lead, comparison_table(place, file, alike)]
     heading = "## How do settings compare, over seeds?"
     return "\n\n".join([heading, COMPARED_SAY, *tables] if tables else [])
@@ -347,31 +349,52 @@ JUDGED_ON = {
 }
 
 
-def compared_with(record: AnyRecord) -> tuple[str, str, int, str]:
+def in_one_table(record: AnyRecord) -> tuple[str, str, str]:
     """What records must share to stand in one table: changes are told from one recipe."""
-    protocol = record.protocol
-    return record.work, protocol["split"], protocol["size"], protocol["recipe_digest"]
+    return record.work, record.protocol["split"], record.protocol["recipe_digest"]
+
+
+def compared_with(record: AnyRecord) -> tuple[str, str, str, int]:
+    """What figures must share to be compared."""
+    return *in_one_table(record), record.protocol["size"]
 
 
 def comparison_table(place: Place, file: Path, records: Sequence[AnyRecord]) -> str:
-    """A row for every entry, with the changes that not all have; a column for every measure."""
+    """A row for every entry and size of images, with the changes that not all have; a column for
+    every measure."""
+    several_sizes = len({record.protocol["size"] for record in records}) > 1
     changes = [record.protocol["changes"].split() for record in records]
     shared = [change for change in changes[0] if all(change in others for others in changes)]
     columns = dict.fromkeys(map(measured_by, records))
     rows = []
-    for entry in grouped(records, lambda r: (r.subject, r.protocol["changes"])):
-        own = [c for c in entry[0].protocol["changes"].split() if c not in shared]
+    entries = grouped(records, lambda r: (r.subject, r.protocol["changes"], r.protocol["size"]))
+    for entry in entries:
+        facts = entry[0].protocol
+        own = [change for change in facts["changes"].split() if change not in shared]
+        size = f"{facts['size']} px" if several_sizes else ""
         seeds_of = {record.seed for record in entry}
         cells = [
             of_so_many([record for record in entry if measured_by(record) == column], len(seeds_of))
             for column in columns
         ]
         changed = f"`{' '.join(own)}`" if own else ""
-        rows.append([name_of(entry[0]), changed, *cells, str(len(seeds_of))])
-    headings = ["entry", "changes", *columns, "seeds"]
-    table = markdown_table(headings, "ll" + "r" * (len(columns) + 1), rows)
+        time = training_time(entry)
+        rows.append([name_of(entry[0]), changed, time, size, *cells, str(len(seeds_of))])
+    headings = ["entry", "changes", "training", "judged at", *columns, "seeds"]
+    table = markdown_table(headings, "llrr" + "r" * (len(columns) + 1), rows)
     common = f"All have `{' '.join(shared)}`." if shared else ""
     return section(table, common, circumstances(records), place.link(file))
+
+
+def training_time(records: Sequence[AnyRecord]) -> str:
+    """In minutes; of runs that shared a GPU with others it says so, as alone they take less."""
+    runs = last_of_each(records, lambda record: record.seed)
+    times = [r.protocol["train_seconds"] / 60 for r in runs if "train_seconds" in r.protocol]
+    if not times:
+        return ""
+    together = max(record.protocol.get("runs_at_once", 1) for record in runs)
+    shared = f", {together} at once" if together > 1 else ""
+    return f"{statistics.fmean(times):.1f} min{shared}"
 
 
 def chosen_by_test_images(record: AnyRecord) -> bool:
@@ -427,7 +450,7 @@ def photographs_headline(place: Place) -> str:
         r for f in place.files("compare-imagenette*.jsonl") for r in read_records(f, AnyRecord)
     ]
     on_test = [r for r in every if (r.work, r.protocol["split"]) == (PHOTOGRAPHS, "test")]
-    groups = grouped(on_test, compared_with)
+    groups = [g for g in grouped(on_test, compared_with) if any(r.subject == RIVAL for r in g)]
     newest = max(groups, key=lambda group: max(record.time for record in group), default=[])
     knn = [r for r in newest if (r.measure, r.protocol.get("k")) == ("knn_top1", 20)]
     knn = last_of_each(knn, lambda r: (r.subject, r.protocol["changes"], r.seed))

@@ -70,6 +70,11 @@ class Contrast(Similarities):
         excess[:, 0] -= 1
         return self.pulled(infonce(self.log_p), excess)
 
+    def repeated(self, times: int) -> "Contrast":
+        """The same rows again and again."""
+        queries, keys = self.queries.repeat(times, 1), self.keys.repeat(times, 1)
+        return Contrast(queries, self.bank, self.temperature, self.log_p.repeat(times, 1), keys)
+
     def among_negatives(self, temperature: float) -> Similarities:
         """The same without the positives, at another temperature."""
         with torch.set_grad_enabled(self.log_p.requires_grad):

@@ -20,18 +20,8 @@ from xmoco.losses.metrics import feature_metrics, label_metrics, similarity_metr
 from xmoco.losses.soft_labels import weighted_mass
 from xmoco.methods.base import BankMethod, small_views, small_views_warnings
 from xmoco.nn.encoder import momentum_update
-from xmoco.schedules import Schedule, rising, warmed_up
+from xmoco.schedules import Schedule, Value, rising, warmed_up
 from xmoco.task import StepOutput, Values
-
-
-def with_small_views(
-    loss: Tensor, terms: dict[str, Tensor], small: Sequence[tuple[Tensor, dict[str, Tensor]]]
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Whoever learns from a side counts alike, as in SwAV: small views learn from both, and full
-    ones from the other. The cross entropies of small views are told as one, their mean."""
-    losses = torch.stack([loss, *(own for own, _ in small)])
-    parts = torch.stack([part for _, own in small for part in own.values()])
-    return losses.mean(), terms | {"small_views": parts.mean()}
 
 
 class XMoCo(BankMethod):
@@ -95,15 +85,36 @@ class XMoCo(BankMethod):
         # 6. CE(Y_s, P_t) + CE(Y_t, P_s) + w·(CE(sg P_s, P_t) + CE(sg P_t, P_s)); w is 1.
         told = (T_s, T_t, Y_s, Y_t, at["consistency_weight"])
         loss, terms = self.loss.cross_entropies(P_s, P_t, *told)
-        if q_small:  # learn from both sides, as these do from each other
-            small = [self.loss.similarities(q, q, k_s, k_t) for q in q_small]
-            parts = [self.loss.cross_entropies(S_s, S_t, *told) for S_s, S_t in small]
-            loss, terms = with_small_views(loss, terms, parts)
+        if q_small:
+            small, parts = self._small_views(q_small, k_s, k_t, *told)
+            # Whoever learns from a side counts alike, as in SwAV.
+            loss = (loss + len(q_small) * small) / (1 + len(q_small))
+            terms["small_views"] = torch.stack([*parts.values()]).mean()
         # 7. The keys enter both banks, the oldest leave; then, in after_update, g follows f.
         if self.training:
             self.loss.remember(T_s, T_t)
         metrics = self._metrics(q_s, P_s, P_t, Y_s, Y_t) if with_metrics else {}
         return StepOutput(loss, terms, metrics)
+
+    def _small_views(
+        self,
+        q_small: Sequence[Tensor],
+        k_s: Tensor,
+        k_t: Tensor,
+        T_s: Contrast,
+        T_t: Contrast,
+        Y_s: Tensor | None,
+        Y_t: Tensor | None,
+        consistency_weight: Value,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Small views learn from both sides, as these do from each other: the mean over them of
+        their cross entropies with what both sides tell. They are taken as one batch, as it is much
+        the same to a GPU whether a matrix has 128 rows or 512."""
+        q, times = torch.cat([*q_small]), len(q_small)
+        S_s, S_t = self.loss.similarities(q, q, k_s.repeat(times, 1), k_t.repeat(times, 1))
+        Y_s, Y_t = (None if Y is None else Y.repeat(times, 1) for Y in (Y_s, Y_t))
+        T_s, T_t = T_s.repeated(times), T_t.repeated(times)
+        return self.loss.cross_entropies(S_s, S_t, T_s, T_t, Y_s, Y_t, consistency_weight)
 
     def after_update(self, at: Values) -> None:
         # The optimiser has moved f: g ← m·g + (1−m)·f.
