@@ -47,8 +47,6 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     config = load_config(options.recipe, options.settings, {"source": options.data})
 
-    with multi_process_service(options.mps):
-        speeds = {runs: together(options, runs) for runs in options.runs}
     protocol = {
         "recipe": options.recipe,
         "changes": " ".join(options.settings),
@@ -57,19 +55,21 @@ def main() -> None:
         "seconds": options.seconds,
         "rounds": 1,
     }
-    records = [
-        Record(
-            "images_per_second",
-            sum(found),
-            "images/s",
-            f"{runs} at once",
-            work_name(config),
-            protocol | {"runs": runs, "each": [round(speed) for speed in found]},
-            seed=0,
-        )
-        for runs, found in speeds.items()
-    ]
-    append_records(options.results / "side-by-side.jsonl", records)
+    speeds: dict[int, list[float]] = {}
+    with multi_process_service(options.mps):
+        for runs in options.runs:
+            found = speeds[runs] = together(options, runs)
+            record = Record(
+                "images_per_second",
+                sum(found),
+                "images/s",
+                f"{runs} at once",
+                work_name(config),
+                protocol | {"runs": runs, "each": [round(speed) for speed in found]},
+                seed=0,
+            )
+            append_records(options.results / "side-by-side.jsonl", [record])
+            print(f"{runs} at once: {sum(found):,.0f} images/s", flush=True)
     table = Table(title=f"{work_name(config)}, batch {config.train.batch}, one round")
     for heading in ("runs at once", "images/s together", "each", "times one run"):
         table.add_column(heading, justify="right")

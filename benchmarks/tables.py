@@ -27,6 +27,7 @@ from told import (
     percentage,
     setting,
 )
+from tune import digest
 from xmoco.records import (
     ClassifierProtocol,
     KnnProtocol,
@@ -46,6 +47,7 @@ from xmoco.report.circumstances import (
     seeds,
     sentence,
 )
+from xmoco.settings import load_config
 from xmoco.tables.definition import read_table, table_names
 from xmoco.tables.drawing import Filled, fill, groups_of, markdown, notes
 
@@ -432,7 +434,8 @@ def of_so_many(records: Sequence[AnyRecord], seeds: int) -> str:
 
 def headline(place: Place) -> str:
     """What runs of the recipes take, and what their weights are worth."""
-    told = [*filter(None, [photographs_headline(place), small_images_headline(place)])]
+    parts = photographs_headline(place), long_headline(place), small_images_headline(place)
+    told = [*filter(None, parts)]
     lines = [f"- {line}" for line in told]
     link = f"[docs/results.md]({place.up}docs/results.md) has the rest."
     return "\n".join(
@@ -441,7 +444,7 @@ def headline(place: Place) -> str:
 
 
 PHOTOGRAPHS = "imagenette-resnet18-200ep"
-RIVAL = "mocov2plus"
+RIVALS = ("mocov2plus", "mocov2plus+small views")
 
 
 def photographs_headline(place: Place) -> str:
@@ -450,14 +453,14 @@ def photographs_headline(place: Place) -> str:
         r for f in place.files("compare-imagenette*.jsonl") for r in read_records(f, AnyRecord)
     ]
     on_test = [r for r in every if (r.work, r.protocol["split"]) == (PHOTOGRAPHS, "test")]
-    groups = [g for g in grouped(on_test, compared_with) if any(r.subject == RIVAL for r in g)]
+    groups = [g for g in grouped(on_test, compared_with) if any(r.subject in RIVALS for r in g)]
     newest = max(groups, key=lambda group: max(record.time for record in group), default=[])
     knn = [r for r in newest if (r.measure, r.protocol.get("k")) == ("knn_top1", 20)]
     knn = last_of_each(knn, lambda r: (r.subject, r.protocol["changes"], r.seed))
     first: dict[str, list[AnyRecord]] = {}  # of a method's entries; others are variants of it
     for entry in grouped(knn, lambda r: (r.subject, r.protocol["changes"])):
         first.setdefault(entry[0].subject, entry)
-    met = {record.seed for record in first.get(RIVAL, [])}
+    met = {record.seed for rival in RIVALS for record in first.get(rival, [])}
     entries = [entry for entry in first.values() if {record.seed for record in entry} == met]
     if len(entries) < 2:  # nobody to compare with
         return ""
@@ -477,11 +480,39 @@ def photographs_headline(place: Place) -> str:
     ]
     tried = {subject for subject, _ in shown} <= {r.subject for r in trials}
     found = "; each with settings of its own, found on images held out of the training set"
+    today = facts["recipe_digest"] == digest(load_config(facts["recipe"]))
+    recipe = f"{'The' if today else 'An earlier'} recipe `{facts['recipe']}`"
     return (
-        f"The recipe `{facts['recipe']}`: after {facts['epochs']} epochs of photographs of "
+        f"{recipe}: after {facts['epochs']} epochs of photographs of "
         f"{facts['size']} px, a vote of the {facts['k']} nearest neighbours names "
         f"{', '.join(told)} of the test images rightly "
         f"({seeds(entries[0])}{found if tried else ''}{keys})."
+    )
+
+
+LONG = 800
+"""Epochs for which others publish what they reach on the same photographs."""
+
+
+def long_headline(place: Place) -> str:
+    """What the newest long run on photographs is worth, and what it took."""
+    files = place.files("compare-imagenette*.jsonl")
+    every = [record for file in files for record in read_records(file, AnyRecord)]
+    long = [r for r in every if (r.protocol["epochs"], r.protocol["split"]) == (LONG, "test")]
+    runs = grouped(long, lambda r: (r.subject, r.protocol["changes"], r.protocol["recipe_digest"]))
+    newest = max(runs, key=lambda run: max(record.time for record in run), default=[])
+    knn = [r for r in newest if (r.measure, r.protocol.get("k")) == ("knn_top1", 20)]
+    settings = [r.protocol["settings"] for r in newest if "settings" in r.protocol]
+    if not (knn and settings):
+        return ""
+    input = settings[-1]["input"]
+    size = input["eval_size"] or input["size"]
+    by_size = {of[0].protocol["size"]: of for of in grouped(knn, lambda r: r.protocol["size"])}
+    others = [f", {over_seeds(of)} at {side} px" for side, of in by_size.items() if side != size]
+    return (
+        f"After {LONG} epochs ({training_time(knn)} of training) such a vote names "
+        f"{over_seeds(by_size[size])} rightly with {name_of(knn[0])} ({seeds(knn)}; images shown "
+        f"at {size} px{''.join(others)})."
     )
 
 

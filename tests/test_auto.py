@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from xmoco.auto import (
     FEWEST_EPOCHS,
-    LONG,
+    OWN_SIZES,
     PATIENCE,
     AutoRecipe,
     Situation,
     choose,
     duration,
     look_at,
-    suited_to,
 )
 from xmoco.auto import images_per_second as measured
 from xmoco.config import Config
@@ -39,7 +38,6 @@ def never(base: str, changes: dict[str, Any]) -> float:
 
 def chosen(images: int, side: int, device: str) -> tuple[AutoRecipe, Config]:
     recipe = choose(Situation(images, side, device), two_cores if device == "cpu" else never)
-    recipe = suited_to(recipe.settings()["epochs"], recipe)
     return recipe, load_config(recipe.base, settings=recipe.settings())
 
 
@@ -59,10 +57,10 @@ def test_choices_are_settings_that_can_work(images: int, side: int, device: str)
 @pytest.mark.parametrize(
     ("images", "side", "device", "expected"),
     [
-        (9_469, 128, "cuda", ("imagenette", "resnet18", 128)),
+        (9_469, 128, "cuda", ("imagenette", "resnet18", 96)),
         (50_000, 32, "cuda", ("cifar10", "resnet18", 32)),
         (1_281_167, 375, "cuda", ("imagenet", "resnet50", 224)),
-        (200, 500, "cuda", ("imagenette", "resnet18", 128)),
+        (200, 500, "cuda", ("imagenette", "resnet18", 96)),
         (1_281_167, 375, "cpu", ("cifar10", "tiny", 32)),
     ],
 )
@@ -73,22 +71,33 @@ def test_what_well_known_sets_get(
     assert (recipe.base, config.model.backbone, config.input.size) == expected
 
 
-def test_small_images_are_judged_as_their_recipe_has_it() -> None:
-    _, config = chosen(50_000, 32, "cuda")
-    assert config.input.eval_size == load_config("cifar10").input.eval_size == 48
-
-
 @pytest.mark.parametrize(
-    ("images", "device", "least"),
-    [(9_469, "cuda", 0.08), (60_000, "cuda", 0.2), (60, "cpu", 0.08), (9_469, "cpu", 0.2)],
+    ("images", "side", "device", "sizes"),
+    [
+        (50_000, 32, "cuda", (32, 48)),
+        (50_000, 48, "cuda", (48, 72)),
+        (9_469, 128, "cuda", (96, 160)),
+        (9_469, 70, "cuda", (64, 96)),
+        (1_000, 256, "cpu", (64, 96)),
+        (1_281_167, 375, "cuda", (224, None)),  # as in the paper
+    ],
 )
-def test_many_epochs_of_photographs_get_smaller_crops(
-    images: int, device: str, least: float
+def test_whole_images_are_shown_larger_than_crops(
+    images: int, side: int, device: str, sizes: tuple[int, int | None]
 ) -> None:
-    _, config = chosen(images, 128, device)
-    assert (config.train.epochs >= LONG) == (least == 0.08)
-    assert config.views.crop_scale == (least, 1.0)
-    assert config.weak_views.crop_scale == (0.2, 1.0)  # those of keys stay
+    _, config = chosen(images, side, device)
+    assert (config.input.size, config.input.eval_size) == sizes
+
+
+@pytest.mark.parametrize("base", OWN_SIZES)
+def test_recipes_have_the_sizes_that_are_ascribed_to_them(base: str) -> None:
+    assert load_config(base).input.size == OWN_SIZES[base]
+
+
+@pytest.mark.parametrize(("device", "small"), [("cuda", 4), ("mps", 4), ("cpu", 0)])
+def test_a_cpu_is_spared_small_views(device: str, small: int) -> None:
+    _, config = chosen(5_000, 128, device)
+    assert config.method.model_dump()["local_crops"] == small
 
 
 @given(st.integers(40, 20_000), st.integers(32, 1000))

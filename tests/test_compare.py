@@ -112,6 +112,19 @@ def test_watched_runs_keep_their_course(
         assert words in capsys.readouterr().err
 
 
+def test_runs_at_once_and_further_sizes_are_recorded(
+    compare: Compare, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever fails among several does not stop the others."""
+    with pytest.raises(SystemExit, match=r"1 of 2 processes failed; the same command goes on"):
+        compare("ours:", "huge: batch=4096", "--at-once", "2", "--beside", "1", "--sizes", "24")
+    assert "too few for a batch of 4096" in capfd.readouterr().err
+    records = compare("ours:")  # which is there already
+    assert {r["subject"] for r in records} == {"ours"}
+    assert {r["protocol"]["size"] for r in records} == {16, 24}
+    assert {r["protocol"]["runs_at_once"] for r in records} == {3}
+
+
 def test_a_linear_classifier_for_the_last_seed(
     compare: Compare, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,7 +94,7 @@ def test_recipes_have_names_and_all_load() -> None:
         expected = "xmoco" if name in sets else {"mocov1": "moco"}.get(own, own)
         assert config.method.name == expected
         large = name.startswith("imagenet") or name.endswith("-imagenet")
-        assert (config.input.size >= 128) == large
+        assert (config.input.size >= 96) == large
 
 
 def test_a_rate_published_for_a_mean_of_directions_is_halved_for_their_sum() -> None:
@@ -106,9 +106,9 @@ def test_a_rate_published_for_a_mean_of_directions_is_halved_for_their_sum() -> 
 
 def test_a_recipe_inherits_key_by_key() -> None:
     parent, child = load_config("imagenet"), load_config("imagenette")
-    assert child.input.size == 128
+    assert child.input.size == 96
     assert child.input.mean == parent.input.mean
-    assert child.views.crop_scale == parent.views.crop_scale
+    assert child.views.crop_scale == (0.08, 1.0) != parent.views.crop_scale
     assert child.views.blur_kernel == parent.views.blur_kernel
     assert child.views.brightness == 0.4 != parent.views.brightness
     assert child.method.history == parent.method.history
@@ -272,12 +272,12 @@ def test_xmocos_ideas_are_settings_of_methods_with_negatives(idea: str) -> None:
     for name in ("mocov2plus", "simclr", "co2", "jcl", "sce"):
         both = [] if name in ("mocov2plus", "simclr") else ["symmetric=true"]
         changes = [f"method={name}", *both]
-        plain = load_config("imagenette", changes).method
+        plain = load_config("cifar10", changes).method
         assert plain.added == ()
         assert plain.subject == name
         if (name, idea) == ("sce", "label_weight"):  # it has soft labels of its own
             continue
-        method = load_config("imagenette", [*changes, f"{idea}=0.5"]).method
+        method = load_config("cifar10", [*changes, f"{idea}=0.5"]).method
         assert method.added == (idea.removesuffix("_weight").replace("label", "labels"),)
         assert method.subject == f"{name}+{method.added[0]}"
         assert getattr(method, idea) == 0.5

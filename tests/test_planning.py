@@ -40,21 +40,29 @@ def test_auto_says_what_it_chose_and_why(
     assert not (tmp_path / "runs").exists()
 
 
-def test_auto_tells_of_crops_that_suit_many_epochs(
+def test_auto_tells_of_views_that_suit_a_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    on_a_gpu = Situation(9_469, 160, "cuda")
-    monkeypatch.setattr("xmoco.planning.look_at", lambda *_: on_a_gpu)
+    monkeypatch.setattr("xmoco.planning.look_at", lambda *_: Situation(9_469, 70, "cuda"))
     images = make_images(tmp_path / "photos", each=40)
     show_plan(data=images, overrides=["device=cpu"])
-    assert "  crop_scale=[0.08, 1.0]: 410 epochs want smaller crops" in capsys.readouterr().out
-    show_plan(data=images, overrides=["device=cpu", "epochs=60"])
-    assert "crop_scale" not in capsys.readouterr().out
-    monkeypatch.setattr("xmoco.planning.look_at", lambda *_: Situation(60_000, 160, "cuda"))
-    show_plan(data=images, overrides=["device=cpu", "epochs=300"])
-    assert "  crop_scale=[0.08, 1.0]: 300 epochs want smaller crops" in capsys.readouterr().out
-    show_plan(data=images, overrides=["device=cpu", "crop_scale=[0.3,1.0]"])
-    assert "crop_scale" not in capsys.readouterr().out  # asked for, not chosen
+    said = capsys.readouterr().out
+    assert "  eval_size=96: crops show things larger than whole images do" in said
+    views = "2 of 64 px and 2 weak ones of 64 px and 4 of 32 px, judged by central ones of 96 px"
+    assert views in said
+    show_plan(data=images, overrides=["device=cpu", "eval_size=64", "local_crops=0"])
+    said = capsys.readouterr().out
+    assert "eval_size" not in said  # asked for, not chosen
+    assert "4 of 32 px" not in said
+
+
+@pytest.mark.parametrize("method", ["simclr", "swav", "mocov2plus", "supervised"])
+def test_auto_chooses_for_every_method(tmp_path: Path, method: str) -> None:
+    """What a method does not have is not chosen for it."""
+    images = make_images(tmp_path / "photos", each=40)
+    config = show_plan(data=images, overrides=["device=cpu", f"method={method}"])
+    assert config.method.name == method
+    assert config.method.model_dump().get("local_crops", 0) == 0
 
 
 def test_a_plan_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:

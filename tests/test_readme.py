@@ -789,6 +789,28 @@ def test_comparisons_are_means_over_seeds(tables: ModuleType, place: Any) -> Non
     assert "All have `batch=128 hue=0.1`. Seeds 0, 1;" in text
 
 
+def test_sizes_and_times_of_a_comparison_are_told(tables: ModuleType, place: Any) -> None:
+    """Of runs that shared a GPU the time is no measure of speed, and that is said."""
+
+    def trial(seed: int, size: int, seconds: float, value: float, **others: Any) -> Record:
+        facts = {"split": "test", "size": size, "k": 20, "changes": "", "recipe_digest": "ab"}
+        facts |= {"train_seconds": seconds} | others
+        return Record("knn_top1", value, "%", "xmoco", "pets-resnet18-9ep", facts, seed)
+
+    alone = [trial(seed, size, 60.0 * (1 + seed), 70 + seed) for seed in (0, 1) for size in (96, 8)]
+    append_records(place.results / "compare-pets.jsonl", alone)
+    text = tables.comparison_tables(place)
+    assert "**pets-resnet18-9ep, judged on test images; recipe ab**" in text
+    assert rows_of(text) == [
+        "| entry | training | judged at | kNN, k 20 | seeds |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| XMoCo | 1.5 min | 96 px | 70.5 ± 0.7 % | 2 |",
+        "| XMoCo | 1.5 min | 8 px | 70.5 ± 0.7 % | 2 |",
+    ]
+    append_records(place.results / "compare-pets.jsonl", [trial(2, 8, 90.0, 70, runs_at_once=3)])
+    assert "| 1.5 min, 3 at once | 8 px |" in tables.comparison_tables(place)
+
+
 def test_tables_stand_beside_the_paper(tables: ModuleType, plain: ModuleType, place: Any) -> None:
     assert tables.paper_tables(place) == ""
 
@@ -804,7 +826,7 @@ def test_tables_stand_beside_the_paper(tables: ModuleType, plain: ModuleType, pl
     append_records(place.results / "tables.jsonl", records)
     text = tables.paper_tables(place)
     assert "### ξ, the share of a soft label given to the positive" in text
-    assert "Trained on pets for 100 epochs, judged on test images." in text
+    assert "Trained on pets for 60 epochs, judged on test images." in text
     assert rows_of(text)[:4] == [
         "| ξ | kNN, k 200 | seeds | paper: kNN, k 200 |",
         "| --- | ---: | ---: | ---: |",
@@ -812,7 +834,7 @@ def test_tables_stand_beside_the_paper(tables: ModuleType, plain: ModuleType, pl
         "| 0.9 | 75.0 ± 0.0 % | 2 | 51.4 % |",
     ]
     assert "Not measured yet: 0.6, 0.7, 0.8, 1.0. By kNN, k 200, 1 of 1 pairs" in text
-    assert "**With settings of former days: pets-resnet18-100ep**" in text
+    assert "**With settings of former days: pets-resnet18-60ep**" in text
     assert "11.0 %" in rows_of(text)[-1]
     assert plain.other_tables(place) == ""
 
@@ -875,6 +897,30 @@ def test_the_headline_tells_who_is_ahead_on_photographs(tables: ModuleType, plac
     assert "held out" not in last  # of that one there are no trials
     simclr = add("simclr", 96, 96, settings={"method": {"name": "simclr"}})
     assert "names with SimCLR 96.0 ± 0.0 %" in simclr
+    assert add("simclr", 99, 99, day=4, size=160) == simclr  # at which the rival was not judged
+
+
+def test_the_headline_tells_of_the_newest_long_run(tables: ModuleType, place: Any) -> None:
+    def run(changes: str, day: int, **values: float) -> None:
+        facts = {"recipe": "imagenette", "recipe_digest": "d", "changes": changes, "k": 20}
+        facts |= {"split": "test", "epochs": 800, "train_seconds": 240.0}
+        sizes = [int(size.removeprefix("at")) for size in values]
+        told = {"settings": {"input": {"size": sizes[0], "eval_size": sizes[-1]}}}
+        records = [
+            Record("knn_top1", value, "%", "xmoco+", "w", facts | {"size": size} | told, 0)
+            for size, value in zip(sizes, values.values(), strict=True)
+        ]
+        when = {"time": f"2026-01-0{day}T00:00:00Z"}
+        append_records(
+            place.results / "compare-imagenette.jsonl",
+            [Record(**asdict(record) | when) for record in records],
+        )
+
+    run("", 2, at96=88, at160=89)
+    run("batch=8", 1, at96=98, at160=99)
+    text = tables.headline(place)
+    told = "(4.0 min of training) such a vote names 89.0 % rightly with XMoCo+ (one seed (0); "
+    assert told + "images shown at 160 px, 88.0 % at 96 px)." in text
 
 
 def test_a_figure_of_fewer_seeds_than_its_row_says_so(tables: ModuleType, place: Any) -> None:

@@ -6,7 +6,7 @@ fast that device is, which is measured. Everything else is the recipe's that the
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,11 +30,10 @@ FEWEST_EPOCHS = 50
 """On a CPU: a network that could not see the images as often is too large for it."""
 MOST_EPOCHS = 400
 """On a CPU."""
+OWN_SIZES = {"cifar10": 32, "imagenette": 96}
+"""Of views by the recipes for few images."""
 STEPS = 30_000
 """Wanted on a GPU: what 200 epochs of ten thousand photographs in batches of 64 come to."""
-LONG = 300
-"""Epochs from which photographs want smaller crops: of 400 this was seen, of 60 it was not."""
-SMALL_CROPS = (0.08, 1.0)
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def choose(situation: Situation, speed: Speed) -> AutoRecipe:
 def _for_gpu(situation: Situation) -> AutoRecipe:
     images, side = situation.images, situation.short_side
     many = images >= 100_000
-    size = _size(side, 224 if many else 128)
+    size = _size(side, 224 if many else 96)
     base = "cifar10" if size <= 48 else "imagenet" if many else "imagenette"
     backbone = "resnet50" if many and size > 48 else "resnet18"
     batch = 512 if images >= 500_000 else _power(images // 64, 32, 256)
@@ -97,6 +96,7 @@ def _for_gpu(situation: Situation) -> AutoRecipe:
         base,
         (
             Choice("size", size, _about_size(side, size, "cost more than so few images teach")),
+            *_judged_at(base, size),
             Choice("backbone", backbone, f"{images:,} images suit a network of this size"),
             Choice("batch", batch, f"makes {steps:,} steps of an epoch"),
             _bank(images),
@@ -105,23 +105,15 @@ def _for_gpu(situation: Situation) -> AutoRecipe:
     )
 
 
-def suited_to(epochs: int, recipe: AutoRecipe) -> AutoRecipe:
-    """With what so many epochs want, be they chosen or asked for."""
-    if recipe.base != "imagenette" or epochs < LONG:
-        return recipe
-    crops = Choice("crop_scale", SMALL_CROPS, f"{epochs} epochs want smaller crops")
-    return AutoRecipe(recipe.base, (*recipe.choices, crops))
-
-
 def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:
     """The largest network and views that see the images often enough within our patience."""
     images, side = situation.images, situation.short_side
     batch = _power(images // 8, 16, 64)
     steps = max(1, images // batch)
-    for backbone, most in (("resnet18", 128), ("resnet18", 64), ("tiny", 64), ("tiny", 32)):
+    for backbone, most in (("resnet18", 96), ("resnet18", 64), ("tiny", 64), ("tiny", 32)):
         size = _size(side, most)
         base = "cifar10" if size <= 48 else "imagenette"
-        fast = speed(base, {"backbone": backbone, "size": size, "batch": batch})
+        fast = speed(base, {"backbone": backbone, "size": size, "batch": batch, "local_crops": 0})
         epochs = int(PATIENCE * fast / (steps * batch))
         if epochs >= FEWEST_EPOCHS or (backbone, most) == ("tiny", 32):
             break
@@ -130,6 +122,8 @@ def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:
         base,
         (
             Choice("size", size, _about_size(side, size, "would take too long on a CPU")),
+            *_judged_at(base, size),
+            Choice("local_crops", 0, "small views would cost a CPU epochs"),
             Choice("backbone", backbone, f"trains {fast:,.0f} images/s on this CPU"),
             Choice("batch", batch, f"makes {steps:,} steps of an epoch"),
             _bank(images),
@@ -141,6 +135,13 @@ def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:
 def _size(side: int, most: int) -> int:
     """Views no larger than the images, in steps of 16 pixels."""
     return max(32, min(most, side // 16 * 16))
+
+
+def _judged_at(base: str, size: int) -> Sequence[Choice]:
+    """Recipes for few images know what suits their own size; elsewhere, half as much again."""
+    if base == "imagenet" or size == OWN_SIZES[base]:
+        return ()
+    return (Choice("eval_size", size * 3 // 2, "crops show things larger than whole images do"),)
 
 
 def _about_size(side: int, size: int, larger: str) -> str:

@@ -15,7 +15,6 @@ from xmoco.auto import (
     duration,
     images_per_second,
     look_at,
-    suited_to,
 )
 from xmoco.config import Config, ModelConfig, RunConfig, WeakAugmentationConfig
 from xmoco.data import ImageSet, open_images
@@ -83,8 +82,6 @@ def chosen_config(asked: Asked, fabric: Fabric, console: Console) -> Config:
             return choose(situation, speed)
 
     chosen = on_first(fabric, lambda: choose_for(images))
-    epochs = asked.config(chosen.base, chosen.settings()).train.epochs
-    chosen = suited_to(epochs, chosen)
     config = with_full_paths(asked.config(chosen.base, chosen.settings()))
     for line in _choices(chosen, config):
         say(console, line)
