@@ -510,7 +510,7 @@ def long_headline(place: Place) -> str:
     by_size = {of[0].protocol["size"]: of for of in grouped(knn, lambda r: r.protocol["size"])}
     others = [f", {over_seeds(of)} at {side} px" for side, of in by_size.items() if side != size]
     return (
-        f"After {LONG} epochs ({training_time(knn)} of training) such a vote names "
+        f"After {LONG} epochs (trained in {training_time(knn)}) such a vote names "
         f"{over_seeds(by_size[size])} rightly with {name_of(knn[0])} ({seeds(knn)}; images shown "
         f"at {size} px{''.join(others)})."
     )

@@ -919,7 +919,7 @@ def test_the_headline_tells_of_the_newest_long_run(tables: ModuleType, place: An
     run("", 2, at96=88, at160=89)
     run("batch=8", 1, at96=98, at160=99)
     text = tables.headline(place)
-    told = "(4.0 min of training) such a vote names 89.0 % rightly with XMoCo+ (one seed (0); "
+    told = "(trained in 4.0 min) such a vote names 89.0 % rightly with XMoCo+ (one seed (0); "
     assert told + "images shown at 160 px, 88.0 % at 96 px)." in text
 
 
