@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -36,16 +37,23 @@ def multi_process_service(wanted: bool = True) -> Iterator[None]:
 
 
 def in_processes(function: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> int:
-    """Call it in a process of its own for each of the arguments; tells how many of them failed."""
+    """Call it in a process of its own for each of the arguments; tells how many of them failed. Who
+    is asked to stop, asks them."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     processes = [CONTEXT.Process(target=function, args=one) for one in arguments]
     try:
         for process in processes:
             process.start()
         for process in processes:
             process.join()
-    finally:  # where this one was interrupted
+    except KeyboardInterrupt:  # of which they have heard themselves
+        for process in processes:
+            process.join()
+        sys.exit(128 + signal.SIGINT)
+    finally:
         for process in processes:
             if process.is_alive():
                 process.terminate()
                 process.join()
+        signal.signal(signal.SIGTERM, before)
     return sum(process.exitcode != 0 for process in processes)

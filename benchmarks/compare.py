@@ -23,7 +23,7 @@ import statistics
 import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -36,7 +36,7 @@ from options import at_least
 from recipe import RESULTS
 from tune import digest
 from xmoco.config import Config
-from xmoco.errors import Interrupted
+from xmoco.errors import Interrupted, UserError
 from xmoco.files import write_whole
 from xmoco.methods import Method
 from xmoco.records import Record, append_records
@@ -45,7 +45,7 @@ from xmoco.tables.bench import Bench, Images, Kept, Trial, known_records, split_
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.running import run_name
 from xmoco.train.engine import build_fabric
-from xmoco.train.loop import Callback, DivergedError, Training
+from xmoco.train.loop import Callback, Training
 from xmoco.train.run_folder import RunFolder
 
 
@@ -109,6 +109,8 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, help="keep runs here, so that one goes on if stopped")
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_intermixed_args()
+    if options.mps and options.at_once == 1:
+        parser.error("--mps needs --at-once: alone, a run has nobody to share the GPU with.")
     if options.watch and not options.held_out:
         parser.error("--watch needs --held-out: test images are looked at once.")
 
@@ -120,25 +122,35 @@ def main() -> None:
     missing = [(entry, trial) for entry, trial in trials if not trial.own(known)]
     failed = 0
     if missing and options.at_once > 1:
-        queue = CONTEXT.Queue()
-        for job in [*missing, *[None] * options.at_once]:
-            queue.put(job)
+        taken = CONTEXT.Value("i", 0)
         with multi_process_service(options.mps):
-            failed = in_processes(work, [(options, queue)] * options.at_once)
+            failed = in_processes(work, [(options, missing, taken)] * options.at_once)
     elif missing:
-        attempt_all(options, missing)
+        failed = attempt_all(options, missing)
     show(trials, known_records(path), options)
     if failed:
-        sys.exit(f"{failed} of {options.at_once} processes failed; the same command goes on.")
+        sys.exit("not everything could be trained and judged, see above.")
 
 
-def work(options: argparse.Namespace, queue: Any) -> None:
+def work(options: argparse.Namespace, jobs: Sequence[tuple[Entry, Trial]], taken: Any) -> None:
     """In one of several processes: whatever is next, until nothing is."""
-    attempt_all(options, iter(queue.get, None))
+    sys.exit(attempt_all(options, next_of(jobs, taken)))
 
 
-def attempt_all(options: argparse.Namespace, jobs: Iterable[tuple[Entry, Trial]]) -> None:
-    path, bench = records_file(options), None
+def next_of(jobs: Sequence[tuple[Entry, Trial]], taken: Any) -> Iterator[tuple[Entry, Trial]]:
+    """Those that no other process has taken."""
+    while True:
+        with taken.get_lock():
+            place = taken.value
+            taken.value += 1
+        if place >= len(jobs):
+            return
+        yield jobs[place]
+
+
+def attempt_all(options: argparse.Namespace, jobs: Iterable[tuple[Entry, Trial]]) -> int:
+    """Tells how many failed: the others may be right."""
+    path, bench, failed = records_file(options), None, 0
     for entry, trial in jobs:
         if trial.own(known_records(path)):
             continue  # another call was faster
@@ -146,7 +158,12 @@ def attempt_all(options: argparse.Namespace, jobs: Iterable[tuple[Entry, Trial]]
             fabric = build_fabric(trial.config.run)
             share = options.share if options.held_out else None
             bench = Bench(fabric, Images.open(trial.config.data, fabric.device, share))
-        attempt(bench, entry, trial, path, options)
+        try:
+            attempt(bench, entry, trial, path, options)
+        except UserError as error:
+            failed += 1
+            print(f"{entry.name}, seed {trial.seed}: {error}", file=sys.stderr, flush=True)
+    return failed
 
 
 def records_file(options: argparse.Namespace) -> Path:
@@ -172,9 +189,6 @@ def attempt(
                 sizes=sorted({input.size, input.central_size, *options.sizes}),
                 watch=curve.of,
             )
-    except DivergedError as error:
-        print(f"{entry.name}, seed {trial.seed}: {error}", flush=True)
-        return
     except Interrupted as stop:
         kept = "the same command goes on" if options.runs else "it is lost: --runs would keep it"
         print(f"{entry.name}, seed {trial.seed} was stopped; {kept}.", file=sys.stderr)

@@ -8,9 +8,10 @@ the last counts. ``plain_tables`` has the rest: files of other measures.
 
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -47,7 +48,7 @@ from xmoco.report.circumstances import (
     seeds,
     sentence,
 )
-from xmoco.settings import load_config
+from xmoco.settings import load_config, recipe_names
 from xmoco.tables.definition import read_table, table_names
 from xmoco.tables.drawing import Filled, fill, groups_of, markdown, notes
 
@@ -389,14 +390,17 @@ def comparison_table(place: Place, file: Path, records: Sequence[AnyRecord]) -> 
 
 
 def training_time(records: Sequence[AnyRecord]) -> str:
-    """In minutes; of runs that shared a GPU with others it says so, as alone they take less."""
-    runs = last_of_each(records, lambda record: record.seed)
-    times = [r.protocol["train_seconds"] / 60 for r in runs if "train_seconds" in r.protocol]
-    if not times:
+    """In minutes, of runs that had the GPU to themselves, if any; of others it is said that they
+    shared it, or were judged on the way."""
+    runs = [r for r in last_of_each(records, lambda r: r.seed) if "train_seconds" in r.protocol]
+    if not runs:
         return ""
+    alone = [record for record in runs if "runs_at_once" not in record.protocol]
+    minutes = [record.protocol["train_seconds"] / 60 for record in alone or runs]
     together = max(record.protocol.get("runs_at_once", 1) for record in runs)
-    shared = f", {together} at once" if together > 1 else ""
-    return f"{statistics.fmean(times):.1f} min{shared}"
+    shared = "" if alone else f", {together} at once"
+    watched = ", watched" if any("watched_every" in record.protocol for record in runs) else ""
+    return f"{statistics.fmean(minutes):.1f} min{shared}{watched}"
 
 
 def chosen_by_test_images(record: AnyRecord) -> bool:
@@ -443,22 +447,56 @@ def headline(place: Place) -> str:
     )
 
 
-PHOTOGRAPHS = "imagenette-resnet18-200ep"
 RIVALS = ("mocov2plus", "mocov2plus+small views")
+LONG = 800
+"""Epochs for which others publish what they reach on the same photographs."""
+
+
+def of_photographs(place: Place, epochs: int) -> list[AnyRecord]:
+    """What runs of so many epochs are worth on test images, judged by kNN (k 20) at the size that
+    their own settings name; one for every run, its last."""
+    files = place.files("compare-imagenette*.jsonl")
+    every = [record for file in files for record in read_records(file, AnyRecord)]
+    found = []
+    for run in grouped(every, the_run):
+        knn = [
+            record
+            for record in run
+            if (record.measure, record.protocol.get("k")) == ("knn_top1", 20)
+            and (record.protocol["epochs"], record.protocol["split"]) == (epochs, "test")
+            and record.protocol["size"] == size_of(run)
+        ]
+        found += knn[-1:]
+    return found
+
+
+def size_of(run: Sequence[AnyRecord]) -> int:
+    """At which it is to be judged; records of former days do not tell, and have one size only."""
+    for record in run:
+        if "settings" in record.protocol:
+            input = record.protocol["settings"]["input"]
+            return int(input["eval_size"] or input["size"])
+    return int(run[0].protocol["size"])
+
+
+def the_run(record: AnyRecord) -> tuple[object, ...]:
+    return (*the_entry(record), record.seed)
+
+
+def the_entry(record: AnyRecord) -> tuple[object, ...]:
+    return *in_one_table(record), record.subject, record.protocol["changes"]
 
 
 def photographs_headline(place: Place) -> str:
     """The methods side by side on photographs, over the same seeds, the best first."""
-    every = [
-        r for f in place.files("compare-imagenette*.jsonl") for r in read_records(f, AnyRecord)
+    groups = [
+        group
+        for group in grouped(of_photographs(place, 200), compared_with)
+        if any(record.subject in RIVALS for record in group)
     ]
-    on_test = [r for r in every if (r.work, r.protocol["split"]) == (PHOTOGRAPHS, "test")]
-    groups = [g for g in grouped(on_test, compared_with) if any(r.subject in RIVALS for r in g)]
     newest = max(groups, key=lambda group: max(record.time for record in group), default=[])
-    knn = [r for r in newest if (r.measure, r.protocol.get("k")) == ("knn_top1", 20)]
-    knn = last_of_each(knn, lambda r: (r.subject, r.protocol["changes"], r.seed))
     first: dict[str, list[AnyRecord]] = {}  # of a method's entries; others are variants of it
-    for entry in grouped(knn, lambda r: (r.subject, r.protocol["changes"])):
+    for entry in grouped(newest, the_entry):
         first.setdefault(entry[0].subject, entry)
     met = {record.seed for rival in RIVALS for record in first.get(rival, [])}
     entries = [entry for entry in first.values() if {record.seed for record in entry} == met]
@@ -467,52 +505,47 @@ def photographs_headline(place: Place) -> str:
     entries.sort(key=mean, reverse=True)
     told = [f"with {name_of(entry[0])} {over_seeds(entry)}" for entry in entries]
     facts = entries[0][0].protocol
-    shown = {(r.subject, r.protocol["changes"]) for entry in entries for r in entry}
-    settings = [
-        r.protocol["settings"]
-        for r in newest
-        if "settings" in r.protocol and (r.subject, r.protocol["changes"]) in shown
-    ]
-    weak = bool(settings) and all(s["method"].get("weak_keys") for s in settings)
+    shown = {the_entry(entry[0]) for entry in entries}
+    weak = all(s["method"].get("weak_keys") for s in settings_of(place, shown))
     keys = f"; all with keys of [weak views]({place.up}docs/methods.md)" if weak else ""
     trials = [
         r for f in place.files("trials-imagenette*.jsonl") for r in read_records(f, AnyRecord)
     ]
-    tried = {subject for subject, _ in shown} <= {r.subject for r in trials}
+    tried = {entry[0].subject for entry in entries} <= {r.subject for r in trials}
     found = "; each with settings of its own, found on images held out of the training set"
-    today = facts["recipe_digest"] == digest(load_config(facts["recipe"]))
-    recipe = f"{'The' if today else 'An earlier'} recipe `{facts['recipe']}`"
+    recipe = facts["recipe"]
+    same = recipe in recipe_names() and digest(load_config(recipe)) == facts["recipe_digest"]
     return (
-        f"{recipe}: after {facts['epochs']} epochs of photographs of "
-        f"{facts['size']} px, a vote of the {facts['k']} nearest neighbours names "
-        f"{', '.join(told)} of the test images rightly "
-        f"({seeds(entries[0])}{found if tried else ''}{keys})."
+        f"{'The' if same else 'An earlier'} recipe `{recipe}`: after {facts['epochs']} epochs of "
+        f"photographs, a vote of the {facts['k']} nearest neighbours names "
+        f"{', '.join(told)} of the test images rightly ({seeds(entries[0])}; images "
+        f"{recoded(entries[0][0].work)}shown at {facts['size']} px{found if tried else ''}{keys})."
     )
 
 
-LONG = 800
-"""Epochs for which others publish what they reach on the same photographs."""
+def settings_of(place: Place, entries: Set[tuple[object, ...]]) -> list[dict[str, Any]]:
+    files = place.files("compare-imagenette*.jsonl")
+    every = [record for file in files for record in read_records(file, AnyRecord)]
+    named = [record for record in every if "settings" in record.protocol]
+    return [record.protocol["settings"] for record in named if the_entry(record) in entries]
 
 
 def long_headline(place: Place) -> str:
-    """What the newest long run on photographs is worth, and what it took."""
-    files = place.files("compare-imagenette*.jsonl")
-    every = [record for file in files for record in read_records(file, AnyRecord)]
-    long = [r for r in every if (r.protocol["epochs"], r.protocol["split"]) == (LONG, "test")]
-    runs = grouped(long, lambda r: (r.subject, r.protocol["changes"], r.protocol["recipe_digest"]))
-    newest = max(runs, key=lambda run: max(record.time for record in run), default=[])
-    knn = [r for r in newest if (r.measure, r.protocol.get("k")) == ("knn_top1", 20)]
-    settings = [r.protocol["settings"] for r in newest if "settings" in r.protocol]
-    if not (knn and settings):
+    """What our newest long run on photographs is worth, and what it took."""
+    ours = [r for r in of_photographs(place, LONG) if r.subject.startswith("xmoco")]
+    newest = max(
+        grouped(ours, lambda r: (*the_entry(r), r.protocol["size"])),
+        key=lambda entry: max(record.time for record in entry),
+        default=[],
+    )
+    if not newest:
         return ""
-    input = settings[-1]["input"]
-    size = input["eval_size"] or input["size"]
-    by_size = {of[0].protocol["size"]: of for of in grouped(knn, lambda r: r.protocol["size"])}
-    others = [f", {over_seeds(of)} at {side} px" for side, of in by_size.items() if side != size]
+    facts = newest[0].protocol
     return (
-        f"After {LONG} epochs (trained in {training_time(knn)}) such a vote names "
-        f"{over_seeds(by_size[size])} rightly with {name_of(knn[0])} ({seeds(knn)}; images shown "
-        f"at {size} px{''.join(others)})."
+        f"After {LONG} epochs of photographs, trained in {training_time(newest)}, a vote of the "
+        f"{facts['k']} nearest neighbours names {over_seeds(newest)} rightly with "
+        f"{name_of(newest[0])} ({seeds(newest)}; images {recoded(newest[0].work)}shown at "
+        f"{facts['size']} px)."
     )
 
 
@@ -531,13 +564,13 @@ def small_images_headline(place: Place) -> str:
         f"{(runs[-1].protocol.run_seconds or 0) / 60:.0f} minutes on one "
         f"{runs[-1].machine['gpus'][0]}. A linear classifier on top of it names "
         f"{first.value:.1f} % of CIFAR-10's test images rightly ({seeds(ours)}; images "
-        f"{recoded(first)}shown at {size} px{beside})."
+        f"{recoded(data(first))}shown at {size} px{beside})."
     )
 
 
-def recoded(record: Judged) -> str:
+def recoded(name: str) -> str:
     """Whether images were not the original ones: archives such as pets-q80.tar say so."""
-    quality = re.search(r"-q(\d+)\b", data(record))
+    quality = re.search(r"-q(\d+)\b", name)
     return f"re-encoded as JPEG of quality {quality[1]} and " if quality else ""
 
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from xmoco.asked import Asked
 from xmoco.auto import (
     FEWEST_EPOCHS,
     OWN_SIZES,
@@ -19,8 +20,9 @@ from xmoco.auto import (
     look_at,
 )
 from xmoco.auto import images_per_second as measured
-from xmoco.config import Config
+from xmoco.config import KINDS, Config
 from xmoco.data import ArrayImages
+from xmoco.methods import method_class
 from xmoco.settings import load_config
 
 COST = {"resnet18": 1.0, "resnet50": 2.3, "tiny": 0.06}
@@ -75,9 +77,10 @@ def test_what_well_known_sets_get(
     ("images", "side", "device", "sizes"),
     [
         (50_000, 32, "cuda", (32, 48)),
-        (50_000, 48, "cuda", (48, 72)),
+        (50_000, 48, "cuda", (48, 64)),
         (9_469, 128, "cuda", (96, 160)),
         (9_469, 70, "cuda", (64, 96)),
+        (9_469, 85, "cuda", (80, 112)),
         (1_000, 256, "cpu", (64, 96)),
         (1_281_167, 375, "cuda", (224, None)),  # as in the paper
     ],
@@ -92,6 +95,17 @@ def test_whole_images_are_shown_larger_than_crops(
 @pytest.mark.parametrize("base", OWN_SIZES)
 def test_recipes_have_the_sizes_that_are_ascribed_to_them(base: str) -> None:
     assert load_config(base).input.size == OWN_SIZES[base]
+
+
+@pytest.mark.parametrize("method", sorted(KINDS["method"]))
+def test_small_views_are_small_whatever_the_method(method: str) -> None:
+    recipe = choose(Situation(9_469, 128, "cuda"), never)
+    asked = Asked(None, (f"method={method}",), {})
+    config = asked.config(recipe.base, recipe.settings())
+    full, *others = method_class(config.method).view_groups(config)
+    small = [group for group in others if group.names[0].startswith("small")]
+    assert bool(small) == ("local_crops" in type(config.method).model_fields)
+    assert all(group.input.size == full.input.size // 2 for group in small)
 
 
 @pytest.mark.parametrize(("device", "small"), [("cuda", 4), ("mps", 4), ("cpu", 0)])

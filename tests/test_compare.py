@@ -115,10 +115,13 @@ def test_watched_runs_keep_their_course(
 def test_runs_at_once_and_further_sizes_are_recorded(
     compare: Compare, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whoever fails among several does not stop the others."""
-    with pytest.raises(SystemExit, match=r"1 of 2 processes failed; the same command goes on"):
-        compare("ours:", "huge: batch=4096", "--at-once", "2", "--beside", "1", "--sizes", "24")
-    assert "too few for a batch of 4096" in capfd.readouterr().err
+    """What cannot be trained does not stop the others, though they come later."""
+    entries = [f"huge {number}: batch=4096" for number in range(40)]  # more than a pipe would hold
+    with pytest.raises(SystemExit, match="not everything could be trained"):
+        compare(*entries, "ours:", "--at-once", "2", "--beside", "1", "--sizes", "24")
+    said = capfd.readouterr().err
+    assert "huge 39, seed 0:" in said
+    assert "too few for a batch of 4096" in said
     records = compare("ours:")  # which is there already
     assert {r["subject"] for r in records} == {"ours"}
     assert {r["protocol"]["size"] for r in records} == {16, 24}
@@ -136,11 +139,25 @@ def test_a_linear_classifier_for_the_last_seed(
     assert linear[0]["protocol"]["name"] == short.name
 
 
-def test_mistakes_are_told_before_anything_is_trained(compare: Compare) -> None:
+def test_mistakes_are_told_before_anything_is_trained(
+    compare: Compare, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="not of the form"):
         compare("method=mocov2plus")
     with pytest.raises(Exception, match="unknown key 'bank'"):
         compare("ours: bank=3")
+    with pytest.raises(SystemExit):
+        compare("ours:", "--mps")
+    assert "--mps needs --at-once" in capsys.readouterr().err
+
+
+def test_what_cannot_be_trained_does_not_stop_the_others(
+    compare: Compare, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match="not everything could be trained"):
+        compare("huge: batch=4096", "ours:")
+    assert "huge, seed 0: " in capsys.readouterr().err
+    assert '"subject": "ours"' in (tmp_path / "compare-fast.jsonl").read_text()
 
 
 def test_a_stopped_run_goes_on(

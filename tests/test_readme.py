@@ -807,8 +807,13 @@ def test_sizes_and_times_of_a_comparison_are_told(tables: ModuleType, place: Any
         "| XMoCo | 1.5 min | 96 px | 70.5 ± 0.7 % | 2 |",
         "| XMoCo | 1.5 min | 8 px | 70.5 ± 0.7 % | 2 |",
     ]
-    append_records(place.results / "compare-pets.jsonl", [trial(2, 8, 90.0, 70, runs_at_once=3)])
-    assert "| 1.5 min, 3 at once | 8 px |" in tables.comparison_tables(place)
+    file = place.results / "compare-pets.jsonl"
+    append_records(file, [trial(2, 8, 900.0, 70, runs_at_once=3)])
+    assert "| XMoCo | 1.5 min | 8 px |" in tables.comparison_tables(place)  # of those alone
+    append_records(file, [trial(0, 4, 900.0, 70, runs_at_once=3)])
+    assert "| 15.0 min, 3 at once | 4 px |" in tables.comparison_tables(place)
+    append_records(file, [trial(0, 2, 900.0, 70, watched_every=40)])
+    assert "| 15.0 min, watched | 2 px |" in tables.comparison_tables(place)
 
 
 def test_tables_stand_beside_the_paper(tables: ModuleType, plain: ModuleType, place: Any) -> None:
@@ -860,13 +865,17 @@ def test_the_headline_tells_size_seed_and_time(tables: ModuleType, place: Any) -
 
 
 def test_the_headline_tells_who_is_ahead_on_photographs(tables: ModuleType, place: Any) -> None:
-    facts = {"recipe": "imagenette", "recipe_digest": "new", "changes": "", "split": "test"}
-    facts |= {"epochs": 200, "size": 128, "k": 20, "settings": {"method": {"weak_keys": True}}}
+    work = "imagenette-q75-resnet18-200ep"
+    current = tables.digest(load_config("imagenette"))
+    facts = {"recipe": "imagenette", "recipe_digest": current, "changes": "", "split": "test"}
+    input = {"size": 96, "eval_size": 128}
+    facts |= {"epochs": 200, "size": 128, "k": 20}
+    facts["settings"] = {"method": {"weak_keys": True}, "input": input}
 
     def add(subject: str, *values: float, seed: int = 0, day: int = 3, **changed: Any) -> str:
         """What the page says then; values are of one seed after the other."""
         records = [
-            Record("knn_top1", value, "%", subject, tables.PHOTOGRAPHS, facts | changed, number)
+            Record("knn_top1", value, "%", subject, work, facts | changed, number)
             for number, value in enumerate(values, seed)
         ]
         when = {"time": f"2026-01-0{day}T00:00:00Z"}
@@ -882,32 +891,40 @@ def test_the_headline_tells_who_is_ahead_on_photographs(tables: ModuleType, plac
         assert add("mocov2plus", 99, 99, day=2, **other) == ""
     assert add("mocov2plus", 87) == ""  # one seed against two
     text = add("mocov2plus", 88, seed=1)
-    assert "after 200 epochs of photographs of 128 px, a vote of the 20 nearest" in text
+    assert "The recipe `imagenette`: after 200 epochs of photographs, a vote of the 20" in text
+    assert "images re-encoded as JPEG of quality 75 and shown at 128 px" in text
     ahead = "names with MoCo v2+ 87.5 ± 0.7 %, with XMoCo+ 85.5 ± 0.7 % of the test images rightly"
     assert ahead in text
-    assert "(seeds 0, 1; all with keys of [weak views]" in text
+    assert "px; all with keys of [weak views]" in text
     tried = [Record("knn_top1", 1, "%", one, "trial", {}, 0) for one in ("xmoco+", "mocov2plus")]
     append_records(place.results / "trials-imagenette.jsonl", tried)
-    told = "(seeds 0, 1; each with settings of its own, found on images held out"
+    told = "px; each with settings of its own, found on images held out"
     assert told in tables.headline(place)
     assert ahead in add("xmoco+", 10, 10, changes="batch=8")  # a variant
-    last = add("xmoco", 95, 95, settings={"method": {"weak_keys": False}})
+    last = add("xmoco", 95, 95, settings={"method": {"weak_keys": False}, "input": input})
     assert "names with XMoCo 95.0 ± 0.0 %, with MoCo" in last
     assert "weak views" not in last
     assert "held out" not in last  # of that one there are no trials
-    simclr = add("simclr", 96, 96, settings={"method": {"name": "simclr"}})
+    simclr = add("simclr", 96, 96, settings={"method": {"name": "simclr"}, "input": input})
     assert "names with SimCLR 96.0 ± 0.0 %" in simclr
-    assert add("simclr", 99, 99, day=4, size=160) == simclr  # at which the rival was not judged
+    assert add("simclr", 99, 99, day=4, size=160) == simclr  # judged besides
+    for rival in ("xmoco+", "mocov2plus+small views"):
+        former = add(rival, 50, 51, day=5, recipe_digest="older")
+    assert "An earlier recipe `imagenette`: after" in former
+    assert "with MoCo v2+ with small views 50.5 ± 0.7 %" in former
+    for rival in ("xmoco+", "mocov2plus"):
+        gone = add(rival, 52, 53, day=6, recipe="mine.yaml", recipe_digest="gone")
+    assert "An earlier recipe `mine.yaml`: after" in gone
 
 
 def test_the_headline_tells_of_the_newest_long_run(tables: ModuleType, place: Any) -> None:
-    def run(changes: str, day: int, **values: float) -> None:
+    def run(changes: str, day: int, subject: str = "xmoco+", **values: float) -> None:
         facts = {"recipe": "imagenette", "recipe_digest": "d", "changes": changes, "k": 20}
         facts |= {"split": "test", "epochs": 800, "train_seconds": 240.0}
         sizes = [int(size.removeprefix("at")) for size in values]
         told = {"settings": {"input": {"size": sizes[0], "eval_size": sizes[-1]}}}
         records = [
-            Record("knn_top1", value, "%", "xmoco+", "w", facts | {"size": size} | told, 0)
+            Record("knn_top1", value, "%", subject, "w-q9", facts | {"size": size} | told, 0)
             for size, value in zip(sizes, values.values(), strict=True)
         ]
         when = {"time": f"2026-01-0{day}T00:00:00Z"}
@@ -918,9 +935,11 @@ def test_the_headline_tells_of_the_newest_long_run(tables: ModuleType, place: An
 
     run("", 2, at96=88, at160=89)
     run("batch=8", 1, at96=98, at160=99)
+    run("", 3, "mocov2plus", at96=98, at160=99)
     text = tables.headline(place)
-    told = "(trained in 4.0 min) such a vote names 89.0 % rightly with XMoCo+ (one seed (0); "
-    assert told + "images shown at 160 px, 88.0 % at 96 px)." in text
+    assert "After 800 epochs of photographs, trained in 4.0 min, a vote of the 20 nearest" in text
+    assert "names 89.0 % rightly with XMoCo+ (one seed (0); images re-encoded as JPEG of" in text
+    assert "quality 9 and shown at 160 px)." in text
 
 
 def test_a_figure_of_fewer_seeds_than_its_row_says_so(tables: ModuleType, place: Any) -> None:

@@ -123,7 +123,7 @@ def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:
         (
             Choice("size", size, _about_size(side, size, "would take too long on a CPU")),
             *_judged_at(base, size),
-            Choice("local_crops", 0, "small views would cost a CPU epochs"),
+            *_small_views(base),
             Choice("backbone", backbone, f"trains {fast:,.0f} images/s on this CPU"),
             Choice("batch", batch, f"makes {steps:,} steps of an epoch"),
             _bank(images),
@@ -138,10 +138,19 @@ def _size(side: int, most: int) -> int:
 
 
 def _judged_at(base: str, size: int) -> Sequence[Choice]:
-    """Recipes for few images know what suits their own size; elsewhere, half as much again."""
+    """Recipes for few images know what suits their own size; elsewhere about half as much again, in
+    steps of 16 pixels, as some backbones want it."""
     if base == "imagenet" or size == OWN_SIZES[base]:
         return ()
-    return (Choice("eval_size", size * 3 // 2, "crops show things larger than whole images do"),)
+    larger = size * 3 // 2 // 16 * 16
+    return (Choice("eval_size", larger, "crops show things larger than whole images do"),)
+
+
+def _small_views(base: str) -> Sequence[Choice]:
+    """On a CPU."""
+    if base == "cifar10":  # which has none
+        return ()
+    return (Choice("local_crops", 0, "small views would cost a CPU epochs"),)
 
 
 def _about_size(side: int, size: int, larger: str) -> str:

@@ -46,6 +46,7 @@ TITLES: Mapping[Mode, str] = {
 METHOD_NAMES: Mapping[str, str] = {
     **{settings.model_fields["name"].default: method.title for settings, method in METHODS.items()},
     "xmoco+": "XMoCo+",
+    "mocov2plus+small views": "MoCo v2+ with small views",
     "supervised": "Supervised",
 }
 COMPARISON = (
