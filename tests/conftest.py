@@ -24,6 +24,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs CUDA"))
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.pluginmanager.has_plugin("xdist"):  # it may not be there, as where GPUs are lent
+        from scheduling import Scheduling
+
+        config.pluginmanager.register(Scheduling())
+
+
 @pytest.fixture(scope="module")
 def benchmarks() -> Iterator[None]:
     """Lets the programs in benchmarks/ be imported, as they import each other."""

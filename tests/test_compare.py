@@ -4,7 +4,8 @@ import importlib
 import json
 import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -113,19 +114,48 @@ def test_watched_runs_keep_their_course(
 
 
 def test_runs_at_once_and_further_sizes_are_recorded(
-    compare: Compare, capfd: pytest.CaptureFixture[str]
+    compare: Compare,
+    program: ModuleType,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What cannot be trained does not stop the others, though they come later."""
-    entries = [f"huge {number}: batch=4096" for number in range(40)]  # more than a pipe would hold
+
+    def one_after_the_other(work: Callable[..., None], arguments: Sequence[Any]) -> int:
+        endings = []
+        for own in arguments:
+            with pytest.raises(SystemExit) as end:
+                work(*own)
+            endings.append(end.value.code)
+        assert endings == [2, 0]  # the second finds nothing left
+        return 1
+
+    monkeypatch.setattr(program, "in_processes", one_after_the_other)
+    entries = ("huge: batch=4096", "large: batch=2048", "ours:")
     with pytest.raises(SystemExit, match="not everything could be trained"):
-        compare(*entries, "ours:", "--at-once", "2", "--beside", "1", "--sizes", "24")
-    said = capfd.readouterr().err
-    assert "huge 39, seed 0:" in said
-    assert "too few for a batch of 4096" in said
+        compare(*entries, "--at-once", "2", "--beside", "1", "--sizes", "24")
+    said = capsys.readouterr().err
+    assert "huge, seed 0: " in said
+    assert "too few for a batch of 2048" in said
     records = compare("ours:")  # which is there already
     assert {r["subject"] for r in records} == {"ours"}
     assert {r["protocol"]["size"] for r in records} == {16, 24}
     assert {r["protocol"]["runs_at_once"] for r in records} == {3}
+
+
+def test_processes_that_fail_are_counted(benchmarks: None) -> None:
+    at_once = importlib.import_module("at_once")
+    assert at_once.in_processes(sys.exit, [(0,), (3,), (0,)]) == 1
+
+
+def test_who_is_asked_to_stop_stops_its_processes(benchmarks: None) -> None:
+    at_once = importlib.import_module("at_once")
+    before, started = signal.getsignal(signal.SIGTERM), time.monotonic()
+    program = "import os, time; os.kill(os.getppid(), 15); time.sleep(60)"
+    with pytest.raises(SystemExit):
+        at_once.in_processes(exec, [(program,)])
+    assert time.monotonic() - started < 30
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_linear_classifier_for_the_last_seed(

@@ -30,9 +30,6 @@ from xmoco.train.engine import build_fabric
 from xmoco.train.loop import Callback, Training
 from xmoco.train.run_folder import RunFolder
 
-# What is played once is not to be played by every worker of the tests.
-pytestmark = pytest.mark.xdist_group("groups in processes")
-
 SWAV = (
     "method=swav prototypes=8 freeze_prototypes_epochs=0.25 queue_length=50 queue_from_epoch=0 "
     "local_crops=2 local_size=8"

@@ -23,9 +23,6 @@ from xmoco.evaluate.grid import GRIDS, Grid
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
 
-# What is played once is not to be played by every worker of the tests.
-pytestmark = pytest.mark.xdist_group("evaluating in processes")
-
 CARD = BackboneCard("tiny", "cifar", 16, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), "xmoco", 3, 7)
 KINDS = {
     "linear": EpochProtocol("linear", 16, 0.5, 0.0, 1e-3, 3, (2,), 0.1),

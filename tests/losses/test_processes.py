@@ -27,9 +27,6 @@ from xmoco.losses.swav import codes
 from xmoco.losses.vicreg import variance_and_covariance
 from xmoco.nn.batchnorm import keys_in_other_processes
 
-# What is played once is not to be played by every worker of the tests.
-pytestmark = pytest.mark.xdist_group("losses in processes")
-
 D, K, BATCH, STEPS = 6, 9, 4, 6  # after two steps of 4 images the history of 9 is not full yet
 HALF = 4  # steps, after which it is, and has begun to forget
 KINDS = ["queries", "probabilities", "none", "moco"]

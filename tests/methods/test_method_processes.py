@@ -17,9 +17,6 @@ from toys import BATCH, IDEAS, METHODS, PLAIN, built, trainable, values, views_f
 from helpers import run_two
 from xmoco.distributed import consolidate_state_dict
 
-# What is played once is not to be played by every worker of the tests.
-pytestmark = pytest.mark.xdist_group("methods in processes")
-
 STEPS = 4  # memories of 24 are full after two
 KINDS = METHODS | {f"{name} with ideas": settings for name, settings in IDEAS.items()}
 WHOLE = {"barlowtwins"}
