@@ -43,21 +43,22 @@ class Bucket:
             "AWS_SECRET_ACCESS_KEY": "secret",
             "AWS_REGION": "us-east-1",
         }
-
-    def put(self, folder: Path) -> None:
         import boto3
 
         # Not by the environment: obstore is to find its way by itself.
-        client = boto3.client(
+        self.client = boto3.client(
             "s3",
             endpoint_url=self.environment["AWS_ENDPOINT_URL"],
             aws_access_key_id="id",
             aws_secret_access_key="secret",
             region_name="us-east-1",
         )
-        client.create_bucket(Bucket="bucket")
+        self.client.create_bucket(Bucket="bucket")
+
+    def put(self, folder: Path) -> None:
         for path in folder.glob("*.tar"):
-            client.put_object(Bucket="bucket", Key=f"photos/{path.name}", Body=path.read_bytes())
+            key = f"photos/{path.name}"
+            self.client.put_object(Bucket="bucket", Key=key, Body=path.read_bytes())
 
     def be_away(self, seconds: float) -> None:
         self.server.stop()
