@@ -452,13 +452,16 @@ LONG = 800
 """Epochs for which others publish what they reach on the same photographs."""
 
 
+def all_of_photographs(place: Place) -> list[AnyRecord]:
+    files = place.files("compare-imagenette*.jsonl")
+    return [record for file in files for record in read_records(file, AnyRecord)]
+
+
 def of_photographs(place: Place, epochs: int) -> list[AnyRecord]:
     """What runs of so many epochs are worth on test images, judged by kNN (k 20) at the size that
     their own settings name; one for every run, its last."""
-    files = place.files("compare-imagenette*.jsonl")
-    every = [record for file in files for record in read_records(file, AnyRecord)]
     found = []
-    for run in grouped(every, the_run):
+    for run in grouped(all_of_photographs(place), the_run):
         knn = [
             record
             for record in run
@@ -524,9 +527,7 @@ def photographs_headline(place: Place) -> str:
 
 
 def settings_of(place: Place, entries: Set[tuple[object, ...]]) -> list[dict[str, Any]]:
-    files = place.files("compare-imagenette*.jsonl")
-    every = [record for file in files for record in read_records(file, AnyRecord)]
-    named = [record for record in every if "settings" in record.protocol]
+    named = [r for r in all_of_photographs(place) if "settings" in r.protocol]
     return [record.protocol["settings"] for record in named if the_entry(record) in entries]
 
 
