@@ -4,14 +4,18 @@
 
 These are the tests marked ``gpu``: kernels, nvJPEG, streaming, CUDA graphs against plain steps. A
 pass becomes a record in benchmarks/results/gpu-tests.jsonl; anything else only an exit status.
-Other arguments are pytest's. Where there is no git, XMOCO_COMMIT tells the commit.
+Most of their time is the host's (imports, compiling kernels), so several processes share the GPU
+where pytest-xdist is installed. Other arguments are pytest's, ``-n 1`` for one. Where there is no
+git, XMOCO_COMMIT tells the commit.
 """
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -36,7 +40,9 @@ def main() -> None:
         report = Path(folder) / "report.xml"
         fixed = ["-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}", *files()]
         status = subprocess.run(
-            [sys.executable, "-m", "pytest", *fixed, *arguments], cwd=TREE, check=False
+            [sys.executable, "-m", "pytest", *fixed, *shared_out(), *arguments],
+            cwd=TREE,
+            check=False,
         ).returncode
         if status:
             sys.exit(status)
@@ -51,14 +57,19 @@ def files() -> list[Path]:
     return [file for file in everything if "pytest.mark.gpu" in file.read_text(encoding="utf-8")]
 
 
+def shared_out() -> list[str]:
+    """Over three of four cores, where pytest-xdist is there to do it."""
+    return ["-n", str(max(1, (os.cpu_count() or 1) * 3 // 4))] if find_spec("xdist") else []
+
+
 def read_report(report: Path) -> Record:
     """The record of a pass, from pytest's own report."""
-    cases = list(ElementTree.parse(report).getroot().iter("testcase"))
-    outcomes = Counter(outcome(case) for case in cases)
+    (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+    outcomes = Counter(outcome(case) for case in suite.iter("testcase"))
     protocol = {
         "failed": outcomes["failed"],
         "skipped": outcomes["skipped"],
-        "seconds": round(sum(float(case.get("time", 0)) for case in cases), 1),
+        "seconds": round(float(suite.get("time", 0)), 1),
     }
     passed = outcomes["passed"]
     return Record("gpu_tests_passed", passed, "tests", "xmoco", "gpu-tests", protocol, seed=0)

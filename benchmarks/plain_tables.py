@@ -31,6 +31,8 @@ class Question:
     """For measures and subjects whose names do not say it well."""
     apart: tuple[str, ...] = ()
     """Keys of the protocol whose values have tables of their own."""
+    lead: str = ""
+    """Stands above the tables, if there are any."""
 
 
 QUESTIONS = {
@@ -74,6 +76,26 @@ QUESTIONS = {
     "logistic": Question(
         "logistic.jsonl",
         words={"logistic_seconds": "time", "logistic_top1": "top-1", "xmoco": "xmoco"},
+    ),
+    "startup": Question(
+        "startup.jsonl",
+        {"when": "when", "stage": "stage"},
+        {"first_run_seconds": "first run", "later_run_seconds": "later run"},
+        apart=("recipe", "changes"),
+        lead="""## How long does a short run take besides training?
+
+Two runs, each in a process of its own: the first compiles its kernels, the second finds them
+compiled.""",
+    ),
+    "side-by-side": Question(
+        "side-by-side.jsonl",
+        {"runs": "runs at once"},
+        {"images_per_second": "all together"},
+        apart=("recipe", "changes", "multi_process_service"),
+        lead="""## Do runs finish sooner side by side?
+
+Several processes train on one GPU at once. What counts is how many images all of them together
+train in a second.""",
     ),
     "eval-size": Question(
         "eval-size.jsonl",
@@ -135,7 +157,7 @@ def answer(place: Place, question: Question) -> str:
             facts = {heading: protocol_value(key) for key, heading in question.rows.items()}
             tables += [*lead, *plain_tables(group, facts, question.words)]
             tables.append(source(place, file, group))
-    return "\n\n".join(tables)
+    return "\n\n".join([question.lead, *tables] if tables and question.lead else tables)
 
 
 def other_tables(place: Place) -> str:

@@ -63,7 +63,7 @@ def main() -> None:
                 "images_per_second",
                 sum(found),
                 "images/s",
-                f"{runs} at once",
+                "xmoco",
                 work_name(config),
                 protocol | {"runs": runs, "each": [round(speed) for speed in found]},
                 seed=0,

@@ -1125,6 +1125,23 @@ def test_a_question_tells_rows_apart_by_what_it_names(plain: ModuleType, place: 
     assert plain.other_tables(place) == ""
 
 
+def test_what_a_short_run_spends_besides_training_is_told(plain: ModuleType, place: Any) -> None:
+    assert plain.answer(place, plain.QUESTIONS["startup"]) == ""
+    for measure, seconds in (("first_run_seconds", 14.4), ("later_run_seconds", 1.2)):
+        for stage, more in (("the first step", 0), ("together", 3)):
+            facts = {"recipe": "demo", "changes": "", "when": "before the first step"}
+            found = Record(measure, seconds + more, "s", "xmoco", "a", facts | {"stage": stage}, 0)
+            append_records(place.results / "startup.jsonl", [found])
+    text = plain.answer(place, plain.QUESTIONS["startup"])
+    assert text.startswith("## How long does a short run take")
+    assert rows_of(text) == [
+        "| stage | first run | later run |",
+        "| --- | ---: | ---: |",
+        "| the first step | 14.40 s | 1.200 s |",
+        "| together | 17.40 s | 4.200 s |",
+    ]
+
+
 short_texts = st.text("abc", min_size=1, max_size=2)
 protocols = st.dictionaries(
     st.sampled_from(["data", "k", "launch", "stage", "epoch"]),
