@@ -23,8 +23,8 @@ from pycocotools.cocoeval import COCOeval
 from rich.console import Console
 from rich.table import Table
 
-from detection_tables import JUDGES
 from options import at_least
+from pages.detection import JUDGES
 from recipe import RESULTS
 from xmoco.data import ArrayImages
 from xmoco.detect.metrics import MEASURES, Detections, judge_coco

@@ -20,7 +20,7 @@ from PIL import Image
 from torch import nn
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 
-from told import ROOT
+from pages.common import ROOT
 from xmoco.detect import evaluation, models
 from xmoco.detect.detector_files import read_detector
 from xmoco.detect.evaluation import evaluate_detect

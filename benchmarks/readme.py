@@ -23,25 +23,21 @@ from matplotlib.patches import Rectangle
 from PIL import Image
 from torch import Tensor
 
-from cluster_tables import scaling_tables, shards_table
-from detection_tables import detection_tables, judging_tables, overfit_tables
-from fault_tables import faults_table
-from plain_tables import QUESTIONS, answer, other_tables
-from tables import (
+from pages.accuracy import (
     changed_recipes_table,
-    comparison_tables,
-    gpu_tests,
-    headline,
     learning_tables,
     methods_table,
-    paper_tables,
     protocols_tables,
-    results_in_brief,
-    speed_bounds,
-    speed_in_brief,
-    speed_tables,
 )
-from told import ROOT, Place
+from pages.cluster import scaling_tables, shards_table
+from pages.common import ROOT, Place
+from pages.comparisons import comparison_tables, paper_tables
+from pages.detection import detection_tables, judging_tables, overfit_tables
+from pages.faults import faults_table
+from pages.front import headline, results_in_brief, speed_in_brief
+from pages.gpu_tests import gpu_tests
+from pages.plain import QUESTIONS, answer, other_tables
+from pages.speed import speed_bounds, speed_tables
 from xmoco import load_backbone
 from xmoco.config import Config
 from xmoco.data.patterns import patterns

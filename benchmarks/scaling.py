@@ -37,8 +37,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from pages.common import AnyRecord
 from recipe import RESULTS
-from told import AnyRecord
 from traffic import Traffic
 from xmoco.config import Config
 from xmoco.config.methods import XMoCoConfig

@@ -58,8 +58,8 @@ def test_shards_are_measured_beside_files(
     benchmarks: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shards = importlib.import_module("shards")
-    tables = importlib.import_module("cluster_tables")
-    told = importlib.import_module("told")
+    tables = importlib.import_module("pages.cluster")
+    told = importlib.import_module("pages.common")
     monkeypatch.setattr(shards, "PER_SHARD", 40)
     monkeypatch.setattr(shards, "PER_FOLDER", 30)
     monkeypatch.setattr(shards, "index", shards.build_index)  # a process takes long to start

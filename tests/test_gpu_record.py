@@ -37,5 +37,5 @@ def test_tests_are_shared_out_where_that_is_possible(
     program = importlib.import_module("gpu_tests")
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     assert program.shared_out() == ["-n", processes]
-    monkeypatch.setattr(program, "find_spec", lambda name: None)
+    monkeypatch.setattr(program, "find_spec", lambda _: None)
     assert program.shared_out() == []

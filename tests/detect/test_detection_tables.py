@@ -31,8 +31,8 @@ def record(measure: str, value: float, subject: str, seed: int, **protocol: Any)
 
 
 def test_tables_of_detectors(benchmarks: None, tmp_path: Path) -> None:
-    program = importlib.import_module("detection_tables")
-    place = importlib.import_module("told").Place(tmp_path)
+    program = importlib.import_module("pages.detection")
+    place = importlib.import_module("pages.common").Place(tmp_path)
     assert program.detection_tables(place) == ""
     records = [
         record("box_ap", 30.0, "scratch", 0),
@@ -63,8 +63,8 @@ def test_tables_of_detectors(benchmarks: None, tmp_path: Path) -> None:
 def test_detectors_that_know_masks_by_heart_have_a_table_of_their_own(
     benchmarks: None, tmp_path: Path
 ) -> None:
-    program = importlib.import_module("detection_tables")
-    place = importlib.import_module("told").Place(tmp_path)
+    program = importlib.import_module("pages.detection")
+    place = importlib.import_module("pages.common").Place(tmp_path)
     assert program.overfit_tables(place) == ""
     records = [
         record("box_ap50", 90.0, "scratch", 0, model="faster-rcnn-c4"),
@@ -92,8 +92,8 @@ def test_detectors_that_know_masks_by_heart_have_a_table_of_their_own(
 def test_the_table_of_judging_tells_who_judged_on_the_host(
     benchmarks: None, tmp_path: Path
 ) -> None:
-    program = importlib.import_module("detection_tables")
-    place = importlib.import_module("told").Place(tmp_path)
+    program = importlib.import_module("pages.detection")
+    place = importlib.import_module("pages.common").Place(tmp_path)
     assert program.judging_tables(place) == ""
     machine = {"processor": "Abacus", "threads": 2, "gpus": ["Loom"]}
     made = {"images": 5000, "objects": 35077, "detections": 500000, "categories": 80}

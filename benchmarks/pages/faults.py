@@ -1,6 +1,6 @@
 """What became of faults, damaged inputs and long runs: the last record of each, in a row."""
 
-from told import AnyRecord, Place, device
+from pages.common import AnyRecord, Place, device
 from xmoco.records import read_records
 from xmoco.report.circumstances import last_of_each, markdown_table
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from told import NOTHING, AnyRecord, Place, by_measure, by_subject, by_work, name_of
+from pages.common import NOTHING, AnyRecord, Place, by_measure, by_subject, by_work, name_of
 from xmoco.records import read_records
 from xmoco.report.circumstances import Fact, circumstances, grouped, markdown_table
 

@@ -9,7 +9,7 @@ from xmoco.records import Measured
 from xmoco.report.circumstances import Fact, Record
 from xmoco.report.tables import METHOD_NAMES
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 AnyRecord = Measured[dict[str, Any]]
 
@@ -82,3 +82,7 @@ def setting(key: str, words: str) -> Fact:
 def data(record: Record) -> str:
     """Without what tells the split: ``archive pets.tar (train), 80 % kept`` is of pets.tar."""
     return str(record.protocol.data).partition(" (train)")[0]
+
+
+image_size = setting("size", "images of {} px")
+WORK_FACTS = (data, setting("batch", "batch {}"), setting("bank_length", "K {:,}"), image_size)

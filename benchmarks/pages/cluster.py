@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from plain_tables import source
-from told import NOTHING, AnyRecord, Place
+from pages.common import NOTHING, AnyRecord, Place
+from pages.plain import source
 from xmoco.records import read_records
 from xmoco.report.circumstances import grouped, last_of_each, markdown_table, section
 

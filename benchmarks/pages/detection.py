@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from told import NOTHING, AnyRecord, Place, name_of
+from pages.common import NOTHING, AnyRecord, Place, name_of
 from xmoco.detect.models import DESIGNS
 from xmoco.records import DetectionProtocol, Measured, read_records
 from xmoco.report.circumstances import (

@@ -1,0 +1,1 @@
+"""What stands in README.md and docs/ between markers, drawn from records and recipes."""

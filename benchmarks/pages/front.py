@@ -1,0 +1,209 @@
+"""What the front page says in brief."""
+
+import re
+from collections.abc import Sequence, Set
+from typing import Any
+
+from pages.accuracy import Knn, ProtocolGrid, judged_records, mean, protocol_name
+from pages.common import (
+    AnyRecord,
+    Place,
+    by_work,
+    data,
+    device,
+    name_of,
+)
+from pages.comparisons import compared_with, in_one_table, over_seeds, training_time
+from pages.speed import BASELINES, WORKLOADS, number_of_rounds, place_of, speeds_in
+from tune import digest
+from xmoco.records import (
+    read_records,
+)
+from xmoco.report.circumstances import (
+    grouped,
+    markdown_table,
+    section,
+    seeds,
+    sentence,
+)
+from xmoco.settings import load_config, recipe_names
+
+IN_BRIEF = {
+    "kNN, k 200": "kNN",
+    "linear (MoCo)": "linear classifier",
+    "transfer to oxford-pets-128-q80, frozen, mean per class": "transfer to Oxford Pets",
+}
+"""The protocols of the front page, in its words."""
+HEADLINE = "linear (MoCo)"
+
+
+def headline(place: Place) -> str:
+    """What runs of the recipes take, and what their weights are worth."""
+    parts = photographs_headline(place), long_headline(place), small_images_headline(place)
+    told = [*filter(None, parts)]
+    lines = [f"- {line}" for line in told]
+    link = f"[docs/results.md]({place.up}docs/results.md) has the rest."
+    return "\n".join(
+        ["**Measured**, on one GPU and without a label:", "", *lines, "", link] if lines else []
+    )
+
+
+RIVALS = ("mocov2plus", "mocov2plus+small views")
+LONG = 800
+"""Epochs for which others publish what they reach on the same photographs."""
+
+
+def all_of_photographs(place: Place) -> list[AnyRecord]:
+    files = place.files("compare-imagenette*.jsonl")
+    return [record for file in files for record in read_records(file, AnyRecord)]
+
+
+def of_photographs(place: Place, epochs: int) -> list[AnyRecord]:
+    """What runs of so many epochs are worth on test images, judged by kNN (k 20) at the size that
+    their own settings name; one for every run, its last."""
+    found = []
+    for run in grouped(all_of_photographs(place), the_run):
+        knn = [
+            record
+            for record in run
+            if (record.measure, record.protocol.get("k")) == ("knn_top1", 20)
+            and (record.protocol["epochs"], record.protocol["split"]) == (epochs, "test")
+            and record.protocol["size"] == size_of(run)
+        ]
+        found += knn[-1:]
+    return found
+
+
+def size_of(run: Sequence[AnyRecord]) -> int:
+    """At which it is to be judged; records of former days do not tell, and have one size only."""
+    for record in run:
+        if "settings" in record.protocol:
+            input = record.protocol["settings"]["input"]
+            return int(input["eval_size"] or input["size"])
+    return int(run[0].protocol["size"])
+
+
+def the_run(record: AnyRecord) -> tuple[object, ...]:
+    return (*the_entry(record), record.seed)
+
+
+def the_entry(record: AnyRecord) -> tuple[object, ...]:
+    return *in_one_table(record), record.subject, record.protocol["changes"]
+
+
+def photographs_headline(place: Place) -> str:
+    """The methods side by side on photographs, over the same seeds, the best first."""
+    groups = [
+        group
+        for group in grouped(of_photographs(place, 200), compared_with)
+        if any(record.subject in RIVALS for record in group)
+    ]
+    newest = max(groups, key=lambda group: max(record.time for record in group), default=[])
+    first: dict[str, list[AnyRecord]] = {}  # of a method's entries; others are variants of it
+    for entry in grouped(newest, the_entry):
+        first.setdefault(entry[0].subject, entry)
+    met = {record.seed for rival in RIVALS for record in first.get(rival, [])}
+    entries = [entry for entry in first.values() if {record.seed for record in entry} == met]
+    if len(entries) < 2:  # nobody to compare with
+        return ""
+    entries.sort(key=mean, reverse=True)
+    told = [f"with {name_of(entry[0])} {over_seeds(entry)}" for entry in entries]
+    facts = entries[0][0].protocol
+    shown = {the_entry(entry[0]) for entry in entries}
+    weak = all(s["method"].get("weak_keys") for s in settings_of(place, shown))
+    keys = f"; all with keys of [weak views]({place.up}docs/methods.md)" if weak else ""
+    trials = [
+        r for f in place.files("trials-imagenette*.jsonl") for r in read_records(f, AnyRecord)
+    ]
+    tried = {entry[0].subject for entry in entries} <= {r.subject for r in trials}
+    found = "; each with settings of its own, found on images held out of the training set"
+    recipe = facts["recipe"]
+    same = recipe in recipe_names() and digest(load_config(recipe)) == facts["recipe_digest"]
+    return (
+        f"{'The' if same else 'An earlier'} recipe `{recipe}`: after {facts['epochs']} epochs of "
+        f"photographs, a vote of the {facts['k']} nearest neighbours names "
+        f"{', '.join(told)} of the test images rightly ({seeds(entries[0])}; images "
+        f"{recoded(entries[0][0].work)}shown at {facts['size']} px{found if tried else ''}{keys})."
+    )
+
+
+def settings_of(place: Place, entries: Set[tuple[object, ...]]) -> list[dict[str, Any]]:
+    named = [r for r in all_of_photographs(place) if "settings" in r.protocol]
+    return [record.protocol["settings"] for record in named if the_entry(record) in entries]
+
+
+def long_headline(place: Place) -> str:
+    """What our newest long run on photographs is worth, and what it took."""
+    ours = [r for r in of_photographs(place, LONG) if r.subject.startswith("xmoco")]
+    newest = max(
+        grouped(ours, lambda r: (*the_entry(r), r.protocol["size"])),
+        key=lambda entry: max(record.time for record in entry),
+        default=[],
+    )
+    if not newest:
+        return ""
+    facts = newest[0].protocol
+    return (
+        f"After {LONG} epochs of photographs, trained in {training_time(newest)}, a vote of the "
+        f"{facts['k']} nearest neighbours names {over_seeds(newest)} rightly with "
+        f"{name_of(newest[0])} ({seeds(newest)}; images {recoded(newest[0].work)}shown at "
+        f"{facts['size']} px)."
+    )
+
+
+def small_images_headline(place: Place) -> str:
+    """One measured number: what a run of the recipe takes, and what its weights are worth."""
+    runs = [r for file in place.files("recipe-cifar10*.jsonl") for r in read_records(file, Knn)]
+    judged = [r for file in place.files("protocols-cifar10*.jsonl") for r in judged_records(file)]
+    ours = [r for r in judged if r.subject == "xmoco" and protocol_name(r) == HEADLINE]
+    if not (runs and ours):
+        return ""
+    by_size = {record.protocol.size: record for record in ours}
+    (size, first), *others = sorted(by_size.items(), reverse=True)
+    beside = "".join(f", {record.value:.1f} % at {side} px" for side, record in others)
+    return (
+        "The recipe `cifar10` trains a ResNet-18 in "
+        f"{(runs[-1].protocol.run_seconds or 0) / 60:.0f} minutes on one "
+        f"{runs[-1].machine['gpus'][0]}. A linear classifier on top of it names "
+        f"{first.value:.1f} % of CIFAR-10's test images rightly ({seeds(ours)}; images "
+        f"{recoded(data(first))}shown at {size} px{beside})."
+    )
+
+
+def recoded(name: str) -> str:
+    """Whether images were not the original ones: archives such as pets-q80.tar say so."""
+    quality = re.search(r"-q(\d+)\b", name)
+    return f"re-encoded as JPEG of quality {quality[1]} and " if quality else ""
+
+
+def results_in_brief(place: Place) -> str:
+    tables = []
+    for file in place.files("protocols-cifar10*.jsonl"):
+        records = [r for r in judged_records(file) if protocol_name(r) in IN_BRIEF]
+        table = ProtocolGrid(records).table("judged by", IN_BRIEF)
+        tables.append(section(table, sentence(f"each figure is of {seeds(records)}")))
+    return "\n\n".join(tables)
+
+
+def speed_in_brief(place: Place) -> str:
+    """xmoco beside the best baseline, a row for every workload."""
+    rows = []
+    for file in place.files("speed.jsonl"):
+        for records in sorted(grouped(speeds_in(file), by_work), key=lambda own: place_of(own[0])):
+            ours = [r for r in records if r.subject == "xmoco"]
+            others = [r for r in records if r.subject.startswith(BASELINES)]
+            if not (ours and others and ours[0].protocol.times_baseline):
+                continue
+            best = max(others, key=lambda record: record.value)
+            rows.append(
+                [
+                    WORKLOADS.get(best.work, best.work),
+                    device(best),
+                    f"{ours[0].value:,.0f}",
+                    f"{best.value:,.0f} ({name_of(best)})",
+                    f"{ours[0].protocol.times_baseline:.2f}",
+                    number_of_rounds(ours[0]),
+                ]
+            )
+    headings = ["training", "on", "xmoco, images/s", "best baseline, images/s", "times", "rests on"]
+    return markdown_table(headings, "llrrrl", rows) if rows else ""
