@@ -17,12 +17,15 @@ from xmoco.auto import (
     Situation,
     choose,
     duration,
+    images_measured,
     look_at,
 )
 from xmoco.auto import images_per_second as measured
-from xmoco.config import KINDS, Config
-from xmoco.data import ArrayImages
-from xmoco.methods import method_class
+from xmoco.config import KINDS, Config, ModelConfig
+from xmoco.data import ArrayImages, Batches
+from xmoco.errors import UserError
+from xmoco.methods import build_method, method_class
+from xmoco.nn.encoding import resolve_batch_norm
 from xmoco.settings import load_config
 
 COST = {"resnet18": 1.0, "resnet50": 2.3, "tiny": 0.06}
@@ -38,22 +41,89 @@ def never(base: str, changes: dict[str, Any]) -> float:
     raise AssertionError("a GPU's speed decides nothing")
 
 
-def chosen(images: int, side: int, device: str) -> tuple[AutoRecipe, Config]:
-    recipe = choose(Situation(images, side, device), two_cores if device == "cpu" else never)
+def chosen(images: int, side: int, device: str, processes: int = 1) -> tuple[AutoRecipe, Config]:
+    situation = Situation(images, side, device, processes)
+    recipe = choose(situation, two_cores if device == "cpu" else never)
     return recipe, load_config(recipe.base, settings=recipe.settings())
 
 
-@given(st.integers(40, 2_000_000), st.integers(8, 4000), st.sampled_from(["cpu", "cuda", "mps"]))
-def test_choices_are_settings_that_can_work(images: int, side: int, device: str) -> None:
-    recipe, config = chosen(images, side, device)
-    bank = config.method.model_dump()["bank_length"]
-    assert bank <= max(2, images / 2)
+SEVERAL = st.sampled_from([("mps", 1)]) | st.tuples(
+    st.sampled_from(["cpu", "cuda"]), st.integers(1, 40) | st.sampled_from([64, 500])
+)
+"""Devices, and how many processes share a batch."""
+
+
+@given(
+    st.integers(4, 200) | st.integers(4, 2_000_000),
+    st.integers(8, 4000),
+    SEVERAL,
+    st.booleans(),
+)
+def test_choices_are_settings_that_can_work(
+    images: int, side: int, device_and_processes: tuple[str, int], hide_keys: bool
+) -> None:
+    device, processes = device_and_processes
+    images = max(images, 2 * processes)  # with fewer, no batch could be normalised
+    recipe, config = chosen(images, side, device, processes)
+    bank, batch = config.method.model_dump()["bank_length"], config.train.batch
+    assert 2 <= bank <= images / 2
     assert config.input.size <= max(32, side)
-    assert 2 <= config.train.batch <= max(images, 16)
     assert config.train.epochs >= 1
     assert (config.model.stem == "cifar") == (config.input.size <= 48)
-    assert config.train.batch // config.model.batch_norm_groups >= 2
     assert all(choice.reason for choice in recipe.choices)
+    assert batch <= images
+    assert batch % processes == 0
+    norm = resolve_batch_norm(
+        config.model,
+        processes=processes,
+        device=device,
+        images_per_forward=batch // processes,
+        hide_keys=hide_keys,
+    )
+    if hide_keys:  # no batch is so small that groups could not be made
+        assert norm.batch_norm == ("shuffled" if processes > 1 else "split")
+    assert norm.batch_norm_groups == config.model.batch_norm_groups
+
+
+@pytest.mark.parametrize(
+    ("images", "device", "processes", "batch"),
+    [
+        (50_000, "cuda", 1, 256),
+        (50_000, "cuda", 8, 256),
+        (50_000, "cuda", 3, 192),
+        (50_000, "cuda", 6, 192),
+        (1_281_167, "cuda", 1, 512),
+        (1_281_167, "cuda", 3, 384),
+        (20, "cuda", 1, 16),
+        (10, "cpu", 1, 8),
+        (10, "cpu", 3, 6),
+        (9_469, "cpu", 3, 48),
+    ],
+)
+def test_a_batch_suits_images_and_processes(
+    images: int, device: str, processes: int, batch: int
+) -> None:
+    _, config = chosen(images, 128, device, processes)
+    assert config.train.batch == batch
+
+
+@pytest.mark.parametrize(("images", "processes"), [(1, 1), (3, 8), (8, 9), (11, 6)])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_too_few_images_for_so_many_processes_are_called_too_few(
+    images: int, processes: int, device: str
+) -> None:
+    """And nothing else is wrong with what was chosen."""
+    _, config = chosen(images, 32, device, processes)
+    pixels = torch.zeros(images, 3, 4, 4, dtype=torch.uint8)
+    words = f"a few has {images} images?, too few for a batch of {2 * processes}"
+    with pytest.raises(UserError, match=words):
+        Batches(
+            ArrayImages("a few", pixels),
+            batch=config.train.batch,
+            seed=0,
+            device=torch.device("cpu"),
+            processes=processes,
+        )
 
 
 @pytest.mark.parametrize(
@@ -99,12 +169,14 @@ def test_recipes_have_the_sizes_that_are_ascribed_to_them(base: str) -> None:
 
 @pytest.mark.parametrize("method", sorted(KINDS["method"]))
 def test_small_views_are_small_whatever_the_method(method: str) -> None:
-    recipe = choose(Situation(9_469, 128, "cuda"), never)
-    asked = Asked(None, (f"method={method}",), {})
+    recipe = choose(Situation(9_469, 128, "cuda", 1), never)
+    has_any = "local_crops" in KINDS["method"][method].model_fields
+    wanted = ("local_crops=4", "local_size=null") if has_any else ()
+    asked = Asked(None, (f"method={method}", *wanted), {})
     config = asked.config(recipe.base, recipe.settings())
     full, *others = method_class(config.method).view_groups(config)
     small = [group for group in others if group.names[0].startswith("small")]
-    assert bool(small) == ("local_crops" in type(config.method).model_fields)
+    assert bool(small) == has_any
     assert all(group.input.size == full.input.size // 2 for group in small)
 
 
@@ -126,16 +198,68 @@ def test_a_cpu_is_done_in_our_patience_or_sees_few_epochs(images: int, side: int
 
 def test_sizes_are_looked_at_and_unreadable_images_are_no_trouble() -> None:
     pixels = torch.zeros(40, 3, 50, 70, dtype=torch.uint8)
-    assert look_at(ArrayImages("some", pixels), "cpu") == Situation(40, 50, "cpu")
+    assert look_at(ArrayImages("some", pixels), "cpu", 3) == Situation(40, 50, "cpu", 3)
+
+
+def test_reasons_are_told_in_words() -> None:
+    def reasons(images: int, device: str, processes: int) -> dict[str, str]:
+        recipe, _ = chosen(images, 32, device, processes)
+        return {choice.setting: choice.reason for choice in recipe.choices}
+
+    on_a_gpu = reasons(5_000, "cuda", 1)
+    assert on_a_gpu["batch"] == "78 steps per epoch"
+    assert on_a_gpu["epochs"] == "29,640 steps in total"
+    assert reasons(20, "cuda", 1)["batch"] == "1 step per epoch"
+    assert reasons(5_000, "cpu", 1)["backbone"].endswith(" images/s on this CPU")
+    assert reasons(5_000, "cpu", 3)["backbone"].endswith(" images/s on 3 CPU processes")
 
 
 @pytest.mark.parametrize("method", ["xmoco", "supervised", "instdisc"])
 def test_speed_is_measured_by_a_few_steps(method: str) -> None:
     """Also of who learns from more than noise: labels or positions are made up."""
     config = load_config("demo", [f"method={method}"], settings={"batch": 8})
-    fast = measured(config, torch.device("cpu"), at_once=4)
+    fast = measured(config, torch.device("cpu"), images_per_forward=4)
     assert math.isfinite(fast)
     assert fast > 0
+
+
+@pytest.mark.parametrize(("images", "groups"), [(256, 16), (24, 3), (64, 24), (4, 2)])
+def test_speed_is_measured_with_the_groups_of_the_run(images: int, groups: int) -> None:
+    """Also where sixteen images do not make as many."""
+    settings = {"batch": images, "batch_norm": "split", "batch_norm_groups": groups}
+    config = load_config("demo", settings=settings)
+    assert measured(config, torch.device("cpu"), images_per_forward=images) > 0
+
+
+@given(st.integers(2, 40), st.integers(2, 200))
+def test_enough_images_for_a_measurement(groups: int, each: int) -> None:
+    images, split = groups * each, ModelConfig(batch_norm="split", batch_norm_groups=groups)
+    few = images_measured(split, "cpu", images)
+    assert few <= images
+    assert few % groups == 0
+    assert few // groups >= 2
+    assert few <= max(16, 2 * groups)
+    assert few > 8 or few == images  # not fewer than need be
+    assert images_measured(split, "cuda", images) == images
+    assert images_measured(ModelConfig(batch_norm="plain"), "cpu", images) == min(16, images)
+
+
+@pytest.mark.parametrize("batch_norm", ["shuffled", "synchronised"])
+def test_speed_is_measured_without_other_processes(
+    batch_norm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait meanwhile, and would never answer."""
+    built: list[ModelConfig] = []
+
+    def build(config: Config) -> Any:
+        built.append(config.model)
+        return build_method(config)
+
+    monkeypatch.setattr("xmoco.auto.build_method", build)
+    config = load_config("demo", settings={"batch_norm": batch_norm})
+    assert measured(config, torch.device("cpu"), images_per_forward=4) > 0
+    assert [model.batch_norm for model in built] == ["plain"]
+    assert config.model.batch_norm == batch_norm
 
 
 @pytest.mark.parametrize(

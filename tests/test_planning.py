@@ -1,17 +1,29 @@
 """What a run will be is said before it starts, and chosen where nobody says it."""
 
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
 
-from helpers import assert_done, assert_refused, make_images, no_pictures, run_cli
-from xmoco.auto import Situation
+from helpers import (
+    assert_done,
+    assert_refused,
+    be_process,
+    free_port,
+    make_images,
+    no_pictures,
+    run_cli,
+    run_group,
+)
+from xmoco.auto import Situation, duration
 from xmoco.config import Config
 from xmoco.errors import UserError
-from xmoco.planning import show_plan
+from xmoco.planning import forecast, show_plan
+from xmoco.settings import load_config
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +32,7 @@ def known_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("xmoco.planning.images_per_second", on_a_slow_cpu)
 
 
-def on_a_slow_cpu(config: Config, _: torch.device) -> float:
+def on_a_slow_cpu(config: Config, _device: torch.device, _images: int) -> float:
     return 200.0 if config.model.backbone == "tiny" else 0.1
 
 
@@ -43,12 +55,12 @@ def test_auto_says_what_it_chose_and_why(
 def test_auto_tells_of_views_that_suit_a_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("xmoco.planning.look_at", lambda *_: Situation(9_469, 70, "cuda"))
+    monkeypatch.setattr("xmoco.planning.look_at", lambda *_: Situation(9_469, 70, "cuda", 1))
     images = make_images(tmp_path / "photos", each=40)
     show_plan(data=images, overrides=["device=cpu"])
     said = capsys.readouterr().out
     assert "  eval_size=96: crops show things larger than whole images do" in said
-    views = "2 of 64 px and 2 weak ones of 64 px and 4 of 32 px, judged by central ones of 96 px"
+    views = "2 of 64 px and 2 weak ones of 64 px and 4 of 32 px, judged by central crops of 96 px"
     assert views in said
     show_plan(data=images, overrides=["device=cpu", "eval_size=64", "local_crops=0"])
     said = capsys.readouterr().out
@@ -71,6 +83,126 @@ def test_a_plan_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert "recipe auto" not in said
     assert config.train.epochs == 2
     assert "steps will take about" in said
+    assert "not counting kNN: measured 200 images/s on random input" in said
+
+
+def fabric_of(processes: int, device: str) -> Any:
+    return SimpleNamespace(world_size=processes, device=torch.device(device))
+
+
+Speeds = list[tuple[Config, int]]
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> Speeds:
+    """What speed is measured of: settings, and how many images a pass takes."""
+    asked: Speeds = []
+
+    def measure(config: Config, _device: torch.device, images: int) -> float:
+        asked.append((config, images))
+        return 50.0
+
+    monkeypatch.setattr("xmoco.planning.images_per_second", measure)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("processes", "settings", "images"),
+    [
+        (1, ["batch=4096", "accumulate=16"], 256),
+        (8, ["batch=512"], 64),
+        (8, ["batch=4096", "accumulate=16"], 32),
+        (1, ["batch=512"], 512),
+    ],
+)
+def test_speed_is_measured_with_the_images_of_a_pass(
+    processes: int, settings: list[str], images: int, measurements: Speeds
+) -> None:
+    """And counts for every process."""
+    config = load_config("demo", [*settings, "epochs=3"])
+    said = forecast(config, 4096, fabric_of(processes, "cuda"))
+    assert [found for _, found in measurements] == [images]
+    assert f" will take about {duration(3 * 4096 / (50 * processes))}, " in said
+    one = " per process" if processes > 1 else ""
+    assert said.endswith(f"measured 50 images/s{one} on random input")
+
+
+@pytest.mark.parametrize(
+    ("batch_norm", "processes", "device", "found"),
+    [
+        ("shuffled", 8, "cuda", "shuffled"),
+        ("shuffled", 2, "cpu", "shuffled"),
+        ("synchronised", 8, "cuda", "synchronised"),
+        ("auto", 8, "cuda", "shuffled"),
+        ("auto", 1, "cuda", "split"),
+    ],
+)
+def test_batch_norm_is_resolved_for_as_many_processes_as_there_are(
+    batch_norm: str, processes: int, device: str, found: str, measurements: Speeds
+) -> None:
+    config = load_config("demo", [f"batch_norm={batch_norm}"])
+    forecast(config, 128, fabric_of(processes, device))
+    assert [config.model.batch_norm for config, _ in measurements] == [found]
+
+
+@pytest.mark.parametrize(
+    ("processes", "setting", "words"),
+    [
+        (1, "batch_norm=shuffled", "and there is one"),
+        (3, "batch=64", "a batch of 64 cannot be shared equally by 3 processes"),
+    ],
+)
+def test_no_speed_is_measured_of_what_cannot_run(
+    processes: int, setting: str, words: str, measurements: Speeds
+) -> None:
+    config = load_config("demo", [setting])
+    with pytest.raises(UserError, match=words):
+        forecast(config, 128, fabric_of(processes, "cuda"))
+    assert not measurements
+
+
+def test_a_batch_that_does_not_fit_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(*_: Any) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr("xmoco.planning.images_per_second", too_large)
+    words = (
+        "186 steps, whose speed could not be measured because a batch does not fit in memory: "
+        "lower batch (64 now) or size (32 now), or raise accumulate (2 now)\n"
+    )
+    show_plan("demo", overrides=["device=cpu", "epochs=2", "accumulate=2"])
+    assert words in capsys.readouterr().out
+    # On a GPU, choosing needs no speed.
+    monkeypatch.setattr("xmoco.planning.look_at", lambda *_: Situation(9_469, 70, "cuda", 1))
+    images = make_images(tmp_path / "photos", each=40)
+    config = show_plan(data=images, overrides=["device=cpu"])
+    assert config.model.backbone == "resnet18"
+    assert "could not be measured because a batch does not fit" in capsys.readouterr().out
+
+
+def plan_in_three(rank: int, port: int, said: Path, arguments: list[dict[str, Any]]) -> None:
+    be_process(rank, port)
+    with said.open("a") as file, contextlib.redirect_stdout(file):
+        for asked in arguments:
+            show_plan(**asked)
+    torch.distributed.destroy_process_group()
+
+
+def test_three_processes_plan_together(tmp_path: Path) -> None:
+    """The first looks and measures while the others wait."""
+    images, said = make_images(tmp_path / "photos", each=4, classes=3), tmp_path / "said"
+    here = ["device=cpu", "devices=3", "backbone=tiny", "size=16"]  # soon measured
+    shuffled = [*here, "batch=12", "batch_norm=shuffled"]
+    asked = [{"data": images, "overrides": here}, {"recipe": "demo", "overrides": shuffled}]
+    run_group(3, plan_in_three, free_port(), said, asked)
+    lines = said.read_text().splitlines()
+    assert "  batch=12: 1 step per epoch" in lines
+    assert [line for line in lines if "3 × cpu, batch 12" in line][1:]
+    assert lines.count("batch norm: keys shuffled between processes") == 2
+    forecasts = [line for line in lines if "images/s per process on random input" in line]
+    assert len(forecasts) == 2
 
 
 @pytest.mark.parametrize(
@@ -94,7 +226,7 @@ def test_auto_takes_a_method_without_banks(tmp_path: Path) -> None:
 
 
 def test_auto_wants_images() -> None:
-    with pytest.raises(UserError, match="say with --data where the images are"):
+    with pytest.raises(UserError, match=r"^no images given: pass --data PATH, .*\.$"):
         show_plan(overrides=["device=cpu"])
 
 
@@ -110,7 +242,7 @@ def test_a_run_by_auto_keeps_what_was_chosen(tmp_path: Path, monkeypatch: Any) -
     with no_pictures():
         outcome = run_cli(*arguments)
     assert_done(outcome)
-    assert "recipe auto: begins with" in outcome.stdout
+    assert "recipe auto: starts from" in outcome.stdout
     settings = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert settings["model"]["backbone"] == "tiny"
     assert settings["train"]["epochs"] == 1

@@ -1,7 +1,8 @@
 """``--recipe auto``: settings that suit the images at hand and the device, each with its reason.
 
-What is chosen depends on three facts only (how many images, how large, which device) and on how
-fast that device is, which is measured. Everything else is the recipe's that the choice starts from.
+What is chosen depends on four facts only (how many images, how large, which device, how many
+processes) and on how fast that device is, which is measured. Everything else is the recipe's that
+the choice starts from.
 """
 
 import math
@@ -13,13 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xmoco.config import Config
+from xmoco.config import Config, ModelConfig
 from xmoco.data.decode import UnreadableImage
 from xmoco.data.imagesets import ArrayImages, ImageSet
 from xmoco.data.streaming import Batch, sent
 from xmoco.distributed import alone
-from xmoco.methods import build_method, method_class
-from xmoco.nn.encoding import resolve_batch_norm
+from xmoco.methods import build_method
 from xmoco.schedules import Clock, ScheduledValues
 
 LOOKED_AT = 16
@@ -34,6 +34,9 @@ OWN_SIZES = {"cifar10": 32, "imagenette": 96}
 """Of views by the recipes for few images."""
 STEPS = 30_000
 """Wanted on a GPU: what 200 epochs of ten thousand photographs in batches of 64 come to."""
+MEASURED_ON_A_CPU = 16
+"""Images at once when speed is measured there: a CPU gains little from larger batches, and even a
+network far too large for it takes so few in seconds."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class Situation:
     images: int
     short_side: int  # of a typical image, in pixels
     device: str
+    processes: int  # that share a batch
 
 
 class Choice(NamedTuple):
@@ -61,10 +65,10 @@ class AutoRecipe:
 
 
 Speed = Callable[[str, dict[str, Any]], float]
-"""Images per second of training by a recipe with changes."""
+"""Images per second of training by a recipe with changes, over all processes."""
 
 
-def look_at(images: ImageSet, device: str) -> Situation:
+def look_at(images: ImageSet, device: str, processes: int) -> Situation:
     """How many and how large they are, by the size of some of them."""
     places = sorted({n * len(images) // LOOKED_AT for n in range(LOOKED_AT)})
     sides = []
@@ -73,7 +77,8 @@ def look_at(images: ImageSet, device: str) -> Situation:
             sides.append(min(images.read(place).shape[1:]))
         except UnreadableImage:  # met again in its turn, and told then
             continue
-    return Situation(len(images), sorted(sides)[len(sides) // 2] if sides else 224, device)
+    typical = sorted(sides)[len(sides) // 2] if sides else 224
+    return Situation(len(images), typical, device, processes)
 
 
 def choose(situation: Situation, speed: Speed) -> AutoRecipe:
@@ -89,7 +94,7 @@ def _for_gpu(situation: Situation) -> AutoRecipe:
     size = _size(side, 224 if many else 96)
     base = "cifar10" if size <= 48 else "imagenet" if many else "imagenette"
     backbone = "resnet50" if many and size > 48 else "resnet18"
-    batch = 512 if images >= 500_000 else _power(images // 64, 32, 256)
+    batch = _batch(512 if images >= 500_000 else min(256, max(32, images // 64)), situation)
     steps = max(1, images // batch)
     epochs = min(800, max(100, round(STEPS / steps / 10) * 10))
     return AutoRecipe(
@@ -98,9 +103,9 @@ def _for_gpu(situation: Situation) -> AutoRecipe:
             Choice("size", size, _about_size(side, size, "cost more than so few images teach")),
             *_judged_at(base, size),
             Choice("backbone", backbone, f"{images:,} images suit a network of this size"),
-            Choice("batch", batch, f"makes {steps:,} steps of an epoch"),
+            Choice("batch", batch, _per_epoch(steps)),
             _bank(images),
-            Choice("epochs", epochs, f"{epochs * steps:,} steps in all"),
+            Choice("epochs", epochs, f"{epochs * steps:,} steps in total"),
         ),
     )
 
@@ -108,7 +113,7 @@ def _for_gpu(situation: Situation) -> AutoRecipe:
 def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:
     """The largest network and views that see the images often enough within our patience."""
     images, side = situation.images, situation.short_side
-    batch = _power(images // 8, 16, 64)
+    batch = _batch(min(64, max(16, images // 8)), situation)
     steps = max(1, images // batch)
     for backbone, most in (("resnet18", 96), ("resnet18", 64), ("tiny", 64), ("tiny", 32)):
         size = _size(side, most)
@@ -124,8 +129,8 @@ def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:
             Choice("size", size, _about_size(side, size, "would take too long on a CPU")),
             *_judged_at(base, size),
             *_small_views(base),
-            Choice("backbone", backbone, f"trains {fast:,.0f} images/s on this CPU"),
-            Choice("batch", batch, f"makes {steps:,} steps of an epoch"),
+            Choice("backbone", backbone, _about_speed(fast, situation.processes)),
+            Choice("batch", batch, _per_epoch(steps)),
             _bank(images),
             Choice("epochs", epochs, _about_epochs(epochs)),
         ),
@@ -150,7 +155,7 @@ def _small_views(base: str) -> Sequence[Choice]:
     """On a CPU."""
     if base == "cifar10":  # which has none
         return ()
-    return (Choice("local_crops", 0, "small views would cost a CPU epochs"),)
+    return (Choice("local_crops", 0, "on a CPU, small views would leave time for fewer epochs"),)
 
 
 def _about_size(side: int, size: int, larger: str) -> str:
@@ -161,13 +166,25 @@ def _bank(images: int) -> Choice:
     return Choice("bank_length", max(2, min(4096, images // 2)), "no more than half of the images")
 
 
-def _power(number: int, least: int, most: int) -> int:
-    """The largest power of two up to ``number``, within bounds."""
-    return min(most, max(least, 1 << (max(1, number).bit_length() - 1)))
+def _batch(wanted: int, situation: Situation) -> int:
+    """About ``wanted``, but no more than there are images: of every process a power of two, and two
+    at least, which batch norm needs. Where there are too few images even for that, they are
+    refused as too few for such a batch, as they are by any recipe."""
+    share = min(wanted, situation.images) // situation.processes
+    return situation.processes * max(2, 1 << (max(1, share).bit_length() - 1))
+
+
+def _per_epoch(steps: int) -> str:
+    return "1 step per epoch" if steps == 1 else f"{steps:,} steps per epoch"
+
+
+def _about_speed(fast: float, processes: int) -> str:
+    where = "this CPU" if processes == 1 else f"{processes} CPU processes"
+    return f"trains {fast:,.0f} images/s on {where}"
 
 
 def _about_epochs(epochs: int) -> str:
-    return "enough" if epochs == MOST_EPOCHS else f"what {duration(PATIENCE)} allow"
+    return "enough" if epochs == MOST_EPOCHS else f"as many as {duration(PATIENCE)} allow"
 
 
 def duration(seconds: float) -> str:
@@ -180,30 +197,38 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.1f} days"
 
 
-def images_per_second(config: Config, device: torch.device, at_once: int = 16) -> float:
-    """How fast this device trains by ``config``, from a few steps over noise.
+def images_per_second(config: Config, device: torch.device, images_per_forward: int) -> float:
+    """How fast one process trains by ``config``, from a few steps over noise.
 
-    Small batches are enough for an estimate, and even a network far too large for the device
-    takes them in seconds. Other processes take no part.
+    ``config`` and ``images_per_forward`` are those of the run: what its batch norm is has been
+    resolved, and a pass through the encoder takes so many images. Other processes take no part.
     """
     with alone():
-        return _images_per_second(config, device, at_once)
+        count = images_measured(config.model, device.type, images_per_forward)
+        return _images_per_second(_without_others(config), device, count)
 
 
-def _images_per_second(config: Config, device: torch.device, at_once: int) -> float:
-    count = min(config.train.batch, at_once if device.type == "cpu" else config.train.batch)
-    settings = config.model_copy(
-        update={
-            "model": resolve_batch_norm(
-                config.model,
-                processes=1,
-                device=device.type,
-                images_per_forward=count,
-                hide_keys=method_class(config.method).hides_keys,
-            )
-        }
-    )
-    task = build_method(settings)
+def images_measured(model: ModelConfig, device: str, images_per_forward: int) -> int:
+    """How many images are enough to measure speed with."""
+    if device != "cpu":  # whose speed, and whether memory is enough, depend on the number
+        return images_per_forward
+    few = min(MEASURED_ON_A_CPU, images_per_forward)
+    if model.batch_norm != "split":
+        return few
+    groups = model.batch_norm_groups
+    return groups * max(2, few // groups)  # as equal groups of two at least, like the run's own
+
+
+def _without_others(config: Config) -> Config:
+    """Batch norm by which processes talk to each other would wait for those that take no part."""
+    if config.model.batch_norm not in ("shuffled", "synchronised"):
+        return config
+    plain = config.model.model_copy(update={"batch_norm": "plain"})
+    return config.model_copy(update={"model": plain})
+
+
+def _images_per_second(config: Config, device: torch.device, count: int) -> float:
+    task = build_method(config)
     noise = _noise_set(count)
     task.meet(noise)
     task.optimize_for(device)

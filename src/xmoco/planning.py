@@ -5,17 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.text import Text
 
 from xmoco.asked import AUTO_BASE, Asked
-from xmoco.auto import (
-    AutoRecipe,
-    choose,
-    duration,
-    images_per_second,
-    look_at,
-)
+from xmoco.auto import AutoRecipe, choose, duration, images_per_second, look_at
 from xmoco.config import Config, ModelConfig, RunConfig, WeakAugmentationConfig
 from xmoco.data import ImageSet, open_images
 from xmoco.data.sources import is_path
@@ -51,7 +46,7 @@ def show_plan(
     for line in about(here, method, images, fabric):
         say(console, line)
     if not asked.automatic:  # which has told it already
-        say(console, on_first(fabric, lambda: _forecast(config, len(images), fabric)))
+        say(console, on_first(fabric, lambda: forecast(config, len(images), fabric)))
     return config
 
 
@@ -69,23 +64,23 @@ def chosen_config(asked: Asked, fabric: Fabric, console: Console) -> Config:
         return with_full_paths(config)
     config = with_full_paths(asked.config(AUTO_BASE))
     if "source" not in asked.settings and not _names_source(asked):
-        raise UserError("say with --data where the images are.")
+        raise UserError("no images given: pass --data PATH, a folder, an archive or a known set.")
     images = open_images(config.data, "train")
     assert images is not None
 
     def speed(base: str, changes: Mapping[str, Any]) -> float:
-        return images_per_second(asked.config(base, changes), fabric.device)
+        return _speed_of_one(asked.config(base, changes), fabric) * fabric.world_size
 
     def choose_for(images: ImageSet) -> AutoRecipe:
         with console.status(Text(f"looking at {images.name}")):
-            situation = look_at(images, fabric.device.type)
+            situation = look_at(images, fabric.device.type, fabric.world_size)
             return choose(situation, speed)
 
     chosen = on_first(fabric, lambda: choose_for(images))
     config = with_full_paths(asked.config(chosen.base, chosen.settings()))
     for line in _choices(chosen, config):
         say(console, line)
-    say(console, on_first(fabric, lambda: _forecast(config, len(images), fabric)))
+    say(console, on_first(fabric, lambda: forecast(config, len(images), fabric)))
     return config
 
 
@@ -97,22 +92,38 @@ def _names_source(asked: Asked) -> bool:
 
 def _choices(chosen: AutoRecipe, config: Config) -> Iterator[str]:
     """What was chosen and why; what the user asked for instead is not told."""
-    yield f"recipe auto: begins with {chosen.base} and chooses"
+    yield f"recipe auto: starts from {chosen.base} and sets"
     for setting, value, reason in chosen.choices:
         if value_of(config, setting) == value:
             shown = list(value) if isinstance(value, tuple) else value
             yield f"  {setting}={shown}: {reason}"
 
 
-def _forecast(config: Config, images: int, fabric: Fabric) -> str:
+def forecast(config: Config, images: int, fabric: Fabric) -> str:
     """How long it will take, by the speed of a few steps over noise."""
-    fast = images_per_second(config, fabric.device) * fabric.world_size
-    steps = config.train.epochs * (images // config.train.batch)
-    seconds = steps * config.train.batch / fast
+    train = config.train
+    steps = train.epochs * (images // train.batch)
+    try:
+        fast = _speed_of_one(config, fabric)
+    except torch.OutOfMemoryError:
+        return (
+            f"{steps:,} steps, whose speed could not be measured because a batch does not fit in "
+            f"memory: lower batch ({train.batch} now) or size ({config.input.size} now), or raise "
+            f"accumulate ({train.accumulate} now)"
+        )
+    seconds = steps * train.batch / (fast * fabric.world_size)
+    each = " per process" if fabric.world_size > 1 else ""
     return (
-        f"{steps:,} steps will take about {duration(seconds)}, kNN not counted: noise is trained "
-        f"on with {fast:,.0f} images/s"
+        f"{steps:,} steps will take about {duration(seconds)}, not counting kNN: measured "
+        f"{fast:,.0f} images/s{each} on random input"
     )
+
+
+def _speed_of_one(config: Config, fabric: Fabric) -> float:
+    """Images per second of each process. A batch or batch norm that the run could not have is a
+    ``UserError`` here already."""
+    here = config.model_copy(update={"model": model_here(config, fabric)})
+    return images_per_second(here, fabric.device, _share(config, fabric.world_size))
 
 
 def say(console: Console, line: str) -> None:
@@ -124,18 +135,25 @@ def _expect_images(config: Config, recipe: str | Path | None) -> None:
     source = config.data.source
     guessed = source == load_config(recipe).data.source and is_path(source)
     if guessed and not _is_there(source):
-        raise UserError(f"say with --data where the images are: they are not in {source!r}.")
+        raise UserError(
+            f"there are no images at {source!r}, where the recipe looks for them: pass --data PATH."
+        )
 
 
 def with_full_paths(config: Config) -> Config:
-    """Data by its full path, so that a run can be resumed from anywhere."""
-    data = config.data
+    """Data and weights by their full paths, so that a run can be resumed from anywhere."""
+    data, model = config.data, config.model
     if _is_there(data.source) or (has_pattern(data.source) and not is_distant(data.source)):
-        source = os.path.abspath(os.path.expanduser(data.source))  # noqa: PTH100, PTH111
-        data = data.model_copy(update={"source": source})
+        data = data.model_copy(update={"source": _full_path(data.source)})
     if data.source.startswith("torchvision:"):
         data = data.model_copy(update={"root": os.path.abspath(data.root)})  # noqa: PTH100
-    return config.model_copy(update={"data": data})
+    if model.weights is not None and _is_there(model.weights):
+        model = model.model_copy(update={"weights": _full_path(model.weights)})
+    return config.model_copy(update={"data": data, "model": model})
+
+
+def _full_path(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111
 
 
 def _is_there(source: str) -> bool:
@@ -179,17 +197,20 @@ def about(
     labels = "no labels" if images.classes is None else f"{len(images.classes)} classes"
     yield f"{images.name}: {len(images):,} images, {labels}"
     if method.uses_labels:
-        yield "labels are what is learned"
+        yield "trains on labels"
     elif images.classes is not None:
-        yield "labels are used by the kNN monitor only"
-    yield f"{method.title} on {config.model.backbone}, {millions:.1f} M parameters with its head"
+        yield "labels are only used by the kNN monitor"
+    parameters = f"{millions:.1f} M parameters including its head"
+    yield f"{method.title} on {config.model.backbone}, {parameters}"
+    if config.model.weights is not None:
+        yield f"the backbone starts from {config.model.weights}"
     yield (
         f"{fabric.world_size} × {fabric.device.type}, batch {train.batch}, learning rate "
         f"{config.optim.learning_rate:g} × {train.batch}/256 = {peak_rate(config):g}"
     )
     yield f"batch norm: {describe_batch_norm(config.model)}{other_norm}"
     central = config.input.eval_size
-    judged = f", judged by central ones of {central} px" if central else ""
+    judged = f", judged by central crops of {central} px" if central else ""
     yield f"random views of an image: {describe_views(method.views)}{judged}"
     yield from method.run.notes
     yield from (f"warning: {warning}" for warning in method.warnings(len(images)))
