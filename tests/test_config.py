@@ -236,6 +236,30 @@ def test_a_setting_of_another_method_is_refused_in_any_order(changes: list[str])
         assert words in str(caught.value)
 
 
+@pytest.mark.parametrize("name", ["mocov2plus", "moco", "co2", "jcl", "alignuniform"])
+def test_what_a_recipe_gives_xmoco_beyond_the_paper_stays_with_it(name: str) -> None:
+    ours, method = (load_config("imagenette", o).method for o in ([], [f"method={name}"]))
+    assert (ours.subject, method.subject) == ("xmoco+", name)
+    assert not method.weak_keys
+    assert not getattr(method, "local_crops", 0)
+    assert method.key_momentum == ours.key_momentum == 0.99
+
+
+def test_settings_that_mean_the_same_are_taken_over_by_another_method() -> None:
+    ours = load_config("imagenette").method
+    assert load_config("imagenette", ["method=mocov2plus"]).method.temperature == ours.temperature
+    simclr = load_config("imagenette", ["method=simclr"]).method
+    assert simclr.temperature == type(simclr)().temperature != ours.temperature
+
+
+def test_what_a_baseline_is_given_beyond_its_paper_is_in_its_name() -> None:
+    weak = load_config("imagenette", ["method=mocov2plus", "weak_keys=true"]).method
+    assert weak.subject == "mocov2plus+weak keys"
+    assert load_config("ressl").method.subject == "ressl"  # which has them as published
+    more = ["method=co2", "symmetric=true", "consistency_weight=1", "predictor_hidden=64"]
+    assert load_config("demo", more).method.subject == "co2+consistency+predictor"
+
+
 @pytest.mark.parametrize("name", ["simclr", "byol", "swav", "simsiam", "vicreg", "instdisc"])
 def test_methods_without_banks(name: str) -> None:
     """They keep what they know of a recipe's method, and have no banks to set."""

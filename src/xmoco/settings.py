@@ -181,14 +181,25 @@ def config_yaml(config: Config) -> str:
     return yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
+FREE = {
+    "data": ("source", "root", "download", "preload_gib"),
+    "train": ("log_every", "checkpoint_minutes"),
+}
+"""What may change when a run is resumed: where its images are, as a fingerprint tells whether they
+are still the same, and how often something is written."""
+
+
+def is_bound(section: str, field: str) -> bool:
+    """Whether a run keeps this setting from its beginning to its end."""
+    return section != "run" and field not in FREE.get(section, ())
+
+
 def differences(old: Config, new: Config) -> list[str]:
-    """``section.field: old → new`` for everything but where the run takes place."""
+    """``section.field: old → new`` for all that a run keeps."""
     before, after = old.model_dump(), new.model_dump()
     found = []
     for section in before:
-        if section == "run":
-            continue
-        for field in before[section] | after[section]:
+        for field in filter(lambda name: is_bound(section, name), before[section] | after[section]):
             was, now = before[section].get(field), after[section].get(field)
             if was != now:
                 found.append(f"{section}.{field}: {was} → {now}")
@@ -261,21 +272,33 @@ def _parse(key: str, text: str) -> Any:
 def _merged(below: Settings, above: Settings) -> Settings:
     """``above`` laid over ``below``, key by key.
 
-    Where ``above`` names the method or optimiser, what ``below`` says for others only is left out;
-    where it names another size of views, the size in evaluations that suited the old one is.
+    Where ``above`` names another method or optimiser, only what means the same to both is kept;
+    where it names another size of views, the size in evaluations that suited the old one is not.
     """
     for section, kinds in KINDS.items():
         name = above.get(section, {}).get("name")
+        own = below.get(section, {})
         if isinstance(name, str) and name in kinds:
-            own = kinds[name].model_fields
-            foreign = {field for place, field in all_fields() if place == section} - own.keys()
-            kept = {k: v for k, v in below.get(section, {}).items() if k not in foreign}
+            former = kinds.get(str(own.get("name")), next(iter(kinds.values())))
+            kept = {k: v for k, v in own.items() if _means_the_same(k, former, kinds[name])}
             below = below | {section: kept}
     old = below.get("input", {})
     size = old.get("size", InputConfig().size)
     if above.get("input", {}).get("size", size) != size:
         below = below | {"input": old | {"eval_size": None}}
     return below | {section: below.get(section, {}) | above[section] for section in above}
+
+
+def _means_the_same(field: str, old: type[Section], new: type[Section]) -> bool:
+    """Whether another kind of a section may take a field over: both have it from a class that they
+    share, and it is nothing that stays with the old one. What is not of the old one was meant for
+    the new one."""
+    if old is new or field not in old.model_fields or field == "name":
+        return True
+    if any(field in getattr(c, "staying", ()) for c in old.__mro__):
+        return False
+    shared = [c for c in old.__mro__ if issubclass(new, c)]
+    return any(field in vars(c).get("__annotations__", {}) for c in shared)
 
 
 def _validated(settings: Settings, mistakes: list[str]) -> Config:

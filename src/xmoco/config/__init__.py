@@ -133,6 +133,11 @@ class ModelConfig(Section):
         description="`imagenet`: 7×7 stride 2 and pooling; `cifar`: 3×3, for small images. Models "
         "of timm have their own, and leave it at `imagenet`.",
     )
+    weights: str | None = Field(
+        None,
+        description="What the backbone starts from: a run folder, a file of weights or a model by "
+        "name (also `--weights`); null: random numbers. The head always starts from those.",
+    )
     head_layers: int = Field(
         4, ge=1, le=5, description="Layers of the projection head; 1: a linear one."
     )

@@ -1,6 +1,6 @@
 """Settings of methods, a class for each; what several share is above them."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -10,6 +10,10 @@ from xmoco.config.section import Probability, Range, Section, checked_share
 class MethodSettings(Section):
     """Settings of every method."""
 
+    staying: ClassVar[tuple[str, ...]] = ()
+    """Of the fields that a class declares: what a method is given beyond its own publication. Who
+    asks for another method than the recipe's does not get it along."""
+
     name: str
 
     @property
@@ -18,13 +22,21 @@ class MethodSettings(Section):
         return ()
 
     @property
+    def extras(self) -> tuple[str, ...]:
+        """What it is given here that its own publication has not."""
+        return ()
+
+    @property
     def subject(self) -> str:
-        """What records call the method."""
-        return "+".join((self.name, *self.added))
+        """What records call the method: no figure is to be taken for one of the method as
+        published."""
+        return "+".join((self.name, *self.added, *self.extras))
 
 
 class ConsistencyConfig(MethodSettings):
     """XMoCo's consistency, for methods that compare both sides of an image with negatives."""
+
+    staying: ClassVar[tuple[str, ...]] = ("consistency_weight", "consistency_warmup_epochs")
 
     consistency_weight: float = Field(
         0.0,
@@ -42,6 +54,8 @@ class ConsistencyConfig(MethodSettings):
 
 class IdeasConfig(ConsistencyConfig):
     """Both of XMoCo's ideas, for methods whose labels are one-hot otherwise."""
+
+    staying: ClassVar[tuple[str, ...]] = ("label_weight",)
 
     label_weight: Probability = Field(
         0.0,
@@ -87,6 +101,8 @@ class MomentumEncoderConfig(MethodSettings):
 class BankConfig(MomentumEncoderConfig):
     """Settings of every method with a momentum encoder and key banks."""
 
+    staying: ClassVar[tuple[str, ...]] = ("weak_keys", "predictor_hidden")
+
     bank_length: int = Field(4096, ge=2, description="Keys K kept in each bank.")
     weak_keys: bool = Field(
         False,
@@ -99,6 +115,13 @@ class BankConfig(MomentumEncoderConfig):
         description="Width of a predictor's hidden layer between queries and keys; 0: none, as in "
         "the paper.",
     )
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        usual = type(self).model_fields
+        weak = self.weak_keys and not usual["weak_keys"].default
+        predictor = self.predictor_hidden and not usual["predictor_hidden"].default
+        return (*(["weak keys"] if weak else []), *(["predictor"] if predictor else []))
 
 
 class SmallViewsConfig(MethodSettings):
@@ -149,6 +172,8 @@ class DirectedConfig(BankConfig):
 class TwoBanksConfig(SmallViewsConfig, BankIdeasConfig, MoCoConfig):
     """Settings of XMoCo, and of what it extends."""
 
+    staying: ClassVar[tuple[str, ...]] = ("local_crops", "local_size", "local_scale", "teacher")
+
     local_crops: int = Field(
         0,
         ge=0,
@@ -162,6 +187,11 @@ class TwoBanksConfig(SmallViewsConfig, BankIdeasConfig, MoCoConfig):
         description="Whose similarities labels and consistency targets are made of: `queries` as "
         "in the paper, or the momentum encoder's `keys`.",
     )
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """With small views it is no baseline of two views."""
+        return (*super().extras, *(["small views"] if self.local_crops else []))
 
     @property
     def last_positive_mass(self) -> float:
@@ -195,8 +225,7 @@ class XMoCoConfig(TwoBanksConfig):
     def subject(self) -> str:
         """XMoCo+ with what is not in the paper, lest its figures be taken for the paper's."""
         changes = self.label_weight > 0 and self.last_positive_mass != self.positive_mass
-        others = self.weak_keys or self.predictor_hidden or self.local_crops
-        more = self.teacher == "keys" or others or changes
+        more = self.extras or self.teacher == "keys" or changes
         return f"{self.name}+" if more else self.name
 
     @property
@@ -208,11 +237,6 @@ class MoCoV2PlusConfig(TwoBanksConfig):
     name: Literal["mocov2plus"] = Field(
         "mocov2plus", description="MoCo v2 with symmetric InfoNCE and two banks."
     )
-
-    @property
-    def subject(self) -> str:
-        """With small views it is not the baseline of two views."""
-        return super().subject + ("+small views" if self.local_crops else "")
 
 
 class MoCoOneWayConfig(BankIdeasConfig, DirectedConfig, MoCoConfig):
@@ -333,13 +357,6 @@ class BYOLConfig(MomentumEncoderConfig):
 
 class PrototypesConfig(SmallViewsConfig):
     """Settings of SwAV, and of what extends it."""
-
-    local_size: int | None = Field(
-        96,
-        ge=8,
-        le=1024,
-        description="Side of a small view in pixels; null: half that of a full one.",
-    )
 
     temperature: float = Field(0.1, gt=0, description="τ: divides scores before the softmax.")
     epsilon: float = Field(0.05, gt=0, description="ε: smoothness of the codes.")

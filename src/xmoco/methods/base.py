@@ -88,8 +88,10 @@ class Method(Task):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        if added := config.method.added:
-            self.title = f"{self.title} with XMoCo's {' and '.join(added)}"
+        added, extras = config.method.added, config.method.extras
+        ideas = [f"XMoCo's {' and '.join(added)}"] if added else []
+        if ideas or extras:
+            self.title = f"{self.title} with {', '.join([*ideas, *extras])}"
         self.views = self.view_groups(config)
         self.run = EncoderRunner(config.model)
 
@@ -106,6 +108,10 @@ class Method(Task):
             check_size(config.model.backbone, encoder.backbone, group.input.size)
         self.run.prepare(encoder)
         return encoder
+
+    def start_from(self, backbone: nn.Module) -> None:
+        """Take over the weights of a backbone of the same architecture."""
+        self.encoder.backbone.load_state_dict(backbone.state_dict())
 
     def meet(self, images: ImageSet) -> None:
         """Told once, before training, which images are to be learned from: what depends on them (a
@@ -168,6 +174,11 @@ class MomentumMethod(Method):
         self.momentum = rising(config.method.key_momentum, config.method.key_momentum_end)
         self.encoder = self.build_encoder(config, unit_length)
         self.momentum_encoder = momentum_copy(self.encoder)
+
+    def start_from(self, backbone: nn.Module) -> None:
+        """The momentum encoder starts as the encoder."""
+        super().start_from(backbone)
+        self.momentum_encoder.load_state_dict(self.encoder.state_dict())
 
     def schedules(self) -> Mapping[str, Schedule]:
         return {"key_momentum": self.momentum}

@@ -47,8 +47,6 @@ class XMoCo(BankMethod):
         self.loss, self.small_views = loss, settings.local_crops
         if settings.subject == "xmoco+":  # with what is not in the paper
             self.title = "XMoCo+"
-        elif settings.local_crops:
-            self.title = f"{self.title} with small views"
         self.consistency_weight = warmed_up(
             settings.consistency_weight, settings.consistency_warmup_epochs
         )
