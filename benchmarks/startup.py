@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     clock.wrap(pretraining, "fingerprint", "naming the images")
     clock.wrap(Training, "__post_init__", "moving the network to the device")
     clock.wrap(Monitor, "raw_pixels", "kNN of pixels")
-    clock.wrap(Monitor, "untrained", "kNN of the untrained network")
+    clock.wrap(Monitor, "initial", "kNN of the untrained network")
     clock.wrap(RunLogger, "_look", "what becomes of negatives")
     clock.wrap(Training, "advance", "the first step", first_only=True)
     clock.wrap(Monitor, "trained", "kNN")

@@ -99,7 +99,7 @@ def pretrain(*arguments: str | Path) -> Outcome:
         (["train.batchsize=3"], ["'train.batchsize' (did you mean"]),
         (["epochs"], ["'epochs' is not of the form key=value."]),
         (["flat.yaml"], ["'flat.yaml' is not of the form key=value (for images: --data flat"]),
-        (["--recipe", "imagenet"], ["say with --data where", "not in 'data/imagenet'"]),
+        (["--recipe", "imagenet"], ["no images at 'data/imagenet'", "pass --data PATH"]),
         (["method=mocco"], ["unknown method 'mocco' (did you mean moco?)", "xmoco, mocov2plus"]),
         (["epochs=ten"], ["train.epochs = 'ten'"]),
         (["method=byol", "sharpness=2.0"], ["byol has no setting sharpness"]),
@@ -199,7 +199,8 @@ def test_resuming_with_another_configuration_names_the_changes(here: Path, run: 
     assert_refused(outcome, "train.epochs: 2 → 9", "views.hue: 0.2 → 0.4")
     assert "batch" not in outcome.stderr
     assert_refused(pretrain("--resume", "--out", "run", "method=mocov2plus"), "method.name")
-    assert_refused(run_cli("pretrain", "--resume", "--out", "run", "--data", "patterns"), "source")
+    others = run_cli("pretrain", "--resume", "--out", "run", "--data", "patterns")
+    assert_refused(others, "belongs to other settings or images")
     assert fingerprint(here) == before
 
 

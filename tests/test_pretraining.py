@@ -93,7 +93,7 @@ def test_a_run_says_what_it_does_and_where_its_results_are(
     run, outcome = finished
     for text in (
         "128 images, 4 classes",
-        "labels are used by the kNN monitor only",
+        "labels are only used by the kNN monitor",
         "0.0675 × 16/256 = 0.00421875",
         "batch norm: plain",
         "XMoCo on tiny, ",
@@ -244,7 +244,7 @@ def test_the_size_to_be_judged_at_goes_from_the_recipe_into_the_weights(tmp_path
     recipe = write_recipe(tmp_path / "two.yaml", few, input=sizes, train={"epochs": 1})
     result = xmoco.pretrain(recipe, out=tmp_path / "run")
     log = (result.folder / "train.log").read_text()
-    assert "random views of an image: 2 of 16 px, judged by central ones of 24 px\n" in log
+    assert "random views of an image: 2 of 16 px, judged by central crops of 24 px\n" in log
     records = [line for line in metrics(result.folder) if line.get("measure") == "knn_top1"]
     assert {record["protocol"]["size"] for record in records} == {24}
     (judged,) = xmoco.evaluate_knn(result.folder, few, ks=(records[-1]["protocol"]["k"],))
@@ -404,8 +404,8 @@ def test_methods_without_banks(
     assert f"random views of an image: {views}\n" in outcome.stdout
     assert "bank" not in outcome.stdout.replace(str(run), "")
     learned = method == "supervised"
-    assert ("labels are what is learned\n" in outcome.stdout) == learned
-    assert ("labels are used by the kNN monitor only\n" in outcome.stdout) != learned
+    assert ("trains on labels\n" in outcome.stdout) == learned
+    assert ("labels are only used by the kNN monitor\n" in outcome.stdout) != learned
     assert knn_records(run) == [("raw pixels", 0), ("untrained", 0), (method, 1)]
     values = [line["values"] for line in metrics(run) if "values" in line]
     assert all(math.isfinite(value) for line in values for value in line.values())

@@ -14,6 +14,7 @@ import pytest
 
 from helpers import (
     assert_done,
+    assert_refused,
     assert_same_end,
     checkpoints,
     knn_records,
@@ -244,3 +245,27 @@ def test_a_second_signal_does_not_wait(
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     assert_done(run_cli("pretrain", "--resume", "--out", "run"))
+
+
+def test_images_may_lie_elsewhere_when_a_run_goes_on(recipe: Path, tmp_path: Path) -> None:
+    """On a cluster they often do; what may change besides is what changes no weights."""
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    for run in (whole, moved):
+        assert_done(run_cli("pretrain", "--recipe", recipe, "--out", run))
+    for checkpoint in checkpoints(moved)[1:]:  # as if it had been killed before
+        checkpoint.unlink()
+    (moved / "backbone.safetensors").unlink()
+    (tmp_path / "images").rename(tmp_path / "scratch")
+    resume = ("pretrain", "--resume", "--out", moved)
+    assert_refused(run_cli(*resume), "images")
+    assert_refused(run_cli(*resume, "--data", "scratch", "epochs=4"), "train.epochs: 3 → 4")
+    assert_done(run_cli(*resume, "--data", "scratch", "log_every=4", "preload_gib=0"))
+    assert_same_end(moved, whole)
+
+
+def test_other_images_are_refused_wherever_they_lie(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert_done(run_cli("pretrain", "--recipe", recipe, "--out", run))
+    others = make_images(tmp_path / "others", each=20)
+    outcome = run_cli("pretrain", "--resume", "--out", run, "--data", others)
+    assert_refused(outcome, "belongs to other settings or images")

@@ -11,7 +11,6 @@ import torch
 from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
-from torch import nn
 
 from xmoco.asked import Asked
 from xmoco.config import Config, ModelConfig, RunConfig
@@ -26,7 +25,8 @@ from xmoco.evaluate.similarities import Similarities
 from xmoco.fabric import Fabric
 from xmoco.launchers import launcher
 from xmoco.methods import Method, build_method
-from xmoco.nn.weights import BackboneCard, load_backbone, read_card, save_backbone
+from xmoco.nn.backbones import build_backbone
+from xmoco.nn.weights import BackboneCard, load_weights, save_backbone
 from xmoco.planning import (
     about,
     chosen_config,
@@ -40,11 +40,15 @@ from xmoco.report.page import write_report
 from xmoco.report.pictures import picture_negatives, picture_neighbours, picture_views
 from xmoco.run_logger import Judge, RunLogger
 from xmoco.schedules import WarmupCosine
-from xmoco.settings import config_yaml, differences
+from xmoco.settings import config_yaml, differences, is_bound
 from xmoco.train.engine import on_first
 from xmoco.train.loop import Plan, Training
 from xmoco.train.partners import watching
 from xmoco.train.run_folder import RunFolder
+
+SAME_PIXELS = 0.01
+"""Means and deviations of colours that differ by less are the same: ImageNet's stand in many
+papers, with other last digits."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ class RunResult:
     weights: Path
     report: Path
     knn: dict[str, float]
-    """Last kNN accuracy in percent by subject: the method's, "untrained" and "raw pixels"."""
+    """Last kNN accuracy in percent by subject: the method's, "raw pixels" and "untrained" (of a run
+    with ``weights``, "initial weights")."""
     seconds: float
     """Time spent training over all sessions, kNN measurements included."""
 
@@ -80,7 +85,7 @@ def pretrain(
         data: a folder, a tar archive, or a known set; replaces the recipe's.
         out: the run folder, which must be new unless ``resume``; by default under ``runs``.
         resume: continue the run in ``out`` exactly where it was interrupted.
-        weights: start from the backbone of another run.
+        weights: what the backbone starts from: a run, a file of weights or a model by name.
         overrides: settings as ``key=value``, as on the command line.
         settings: settings as keywords, e.g. ``epochs=20, batch=256``.
 
@@ -91,27 +96,31 @@ def pretrain(
     """
     if data is not None:
         settings["source"] = str(data)
+    if weights is not None:
+        if resume:
+            raise UserError("--weights and --resume exclude each other: a run keeps its own.")
+        settings["weights"] = str(weights)
     folder = None if out is None else Path(out)
     asked = Asked(recipe, tuple(overrides), settings)
     if resume:
         if folder is None:
             raise UserError("say with --out which run to resume.")
-        if weights is not None:
-            raise UserError("--weights starts a new run and --resume goes on with one: give one.")
         config = resumed_config(RunFolder.open(folder), asked)
         fabric, console = launched(config.run)
         with watching(fabric):
-            return _run(config, fabric, console, folder, resume, weights)
+            return _run(config, fabric, console, folder, resume)
     fabric, console = launched(asked.run_config())
     with watching(fabric):
         config = chosen_config(asked, fabric, console)
-        return _run(config, fabric, console, folder, resume, weights)
+        return _run(config, fabric, console, folder, resume)
 
 
 def resumed_config(run: RunFolder, asked: Asked) -> Config:
-    """The run's own configuration; whatever else is asked for must agree with it."""
+    """The run's own configuration, with what may be another now if that is asked for; whatever else
+    is must agree with it."""
     own = run.config()
-    wanted = asked.config(run.path / "config.yaml" if asked.automatic else asked.recipe)
+    changes = Asked(run.path / "config.yaml", asked.overrides, asked.settings)
+    wanted = changes.config(changes.recipe) if asked.automatic else asked.config(asked.recipe)
     changed = differences(own, with_full_paths(wanted))
     if changed:
         raise UserError(
@@ -122,7 +131,8 @@ def resumed_config(run: RunFolder, asked: Asked) -> Config:
     if launcher() is not None:  # as many as it has started, whatever the run had before
         said = asked.run_config()
         run_here = run_here.model_copy(update={"devices": said.devices, "nodes": said.nodes})
-    return own.model_copy(update={"run": run_here})
+    here = with_full_paths(changes.config(changes.recipe))
+    return here.model_copy(update={"run": run_here})
 
 
 def _run(
@@ -131,16 +141,13 @@ def _run(
     console: Console,
     folder: Path | None,
     resume: bool,
-    weights: str | Path | None,
 ) -> RunResult:
     # All that can be wrong is found out before anything is written.
     first = fabric.is_global_zero
     here = config.model_copy(update={"model": model_here(config, fabric, resume)})
     path = on_first(fabric, lambda: folder if resume and folder else _free_path(folder, config))
-    torch.manual_seed(config.train.seed)
-    method = build_method(here)
-    if weights is not None:
-        _start_from(weights, config, method.encoder.backbone)
+    method = _built(here, build_method)
+    warnings = [] if resume else start_from_weights(method, config)
     images, test = open_images(config.data, "train"), open_images(config.data, "test")
     assert images is not None
     method.meet(images)
@@ -167,12 +174,15 @@ def _run(
             resume_command=_resume_command(path, config.run),
         )
         resumed = resume and training.restore()
+        if resume and not resumed:  # it was killed before its first checkpoint
+            warnings = start_from_weights(method, config)
         bank = at_most(batches.images, config.monitor.knn_images)
         monitor = Monitor(config, work_name(config), bank, kept, fabric.device)
         if first:
             before = run.environment()
             damaged = _open_books(training, method, here, broken, resume)
-            for line in _introduction(here, training, method, images, resumed, before, damaged):
+            about_run = _introduction(here, training, method, images, resumed, before, damaged)
+            for line in (*about_run, *(f"warning: {warning}" for warning in warnings)):
                 say(console, line)
                 run.log(line)
         if not training.finished:
@@ -209,8 +219,8 @@ def prepare_training(
     ``identity`` is what must not have changed where the run is to be restored (``identity_of``).
     """
     here = config.model_copy(update={"model": model_here(config, fabric)})
-    torch.manual_seed(config.train.seed)
-    method, batches = build(here), _batches(config, fabric, images)
+    method, batches = _built(here, build), _batches(config, fabric, images)
+    start_from_weights(method, config)
     method.meet(images)
     plan = _plan(config, batches.steps_per_epoch)
     return Training(
@@ -263,8 +273,15 @@ def _plan(config: Config, steps_per_epoch: int) -> Plan:
 
 
 def identity_of(config: Config, images: str) -> dict[str, Any]:
-    """What tells a run from others: its settings but where it runs, and its images' fingerprint."""
-    return {"settings": config.model_dump(mode="json", exclude={"run"}), "images": images}
+    """What tells a run from others: the settings on which its weights depend, and its images'
+    fingerprint, which is the same wherever they are."""
+    settings = config.model_dump(mode="json")
+    bound = {
+        section: {field: value for field, value in fields.items() if is_bound(section, field)}
+        for section, fields in settings.items()
+        if section != "run"
+    }
+    return {"settings": bound, "images": images}
 
 
 def same_identity(then: Any, now: Any) -> bool:
@@ -320,20 +337,45 @@ def _free_path(folder: Path | None, config: Config) -> Path:
     return next(path for n in numbers if not (path := Path("runs") / f"{name}{n}").exists())
 
 
-def _start_from(weights: str | Path, config: Config, backbone: nn.Module) -> None:
-    card, path = read_card(weights)
-    if (card.backbone, card.stem) != (config.model.backbone, config.model.stem):
+def _built(config: Config, build: Callable[[Config], Method]) -> Method:
+    """The method at its start, by random numbers of the run's seed."""
+    torch.manual_seed(config.train.seed)
+    return build(config)
+
+
+def start_from_weights(method: Method, config: Config) -> list[str]:
+    """Let the backbone start from the weights that the settings name, if any; gives warnings."""
+    weights, model, input = config.model.weights, config.model, config.input
+    if weights is None:
+        return []
+    loaded = load_weights(weights)
+    card = loaded.card
+    if (card.backbone, card.stem) != (model.backbone, model.stem):
         raise UserError(
-            f"{path} holds a {card.backbone} with {card.stem} stem, but the run trains a "
-            f"{config.model.backbone} with {config.model.stem} stem."
+            f"{weights} holds a {card.backbone} with {card.stem} stem, but the run trains a "
+            f"{model.backbone} with {model.stem} stem."
+        )
+    own = str(build_backbone(model.backbone, model.stem, card.size)).splitlines()
+    others = str(loaded.backbone).splitlines()
+    if different := [line.strip() for line in others if line not in own]:
+        raise UserError(
+            f"{weights} holds a {card.backbone} that is built in another way, with "
+            f"{different[0]}: it can be evaluated, but no run can start from it."
         )
     try:
-        backbone.load_state_dict(load_backbone(weights).state_dict())
+        method.start_from(loaded.backbone)
     except RuntimeError:  # what a transformer knows of places depends on the size of images
         raise UserError(
-            f"{path} holds a {card.backbone} for images of {card.size} px, which cannot start a "
-            f"run on {config.input.size} px: set size={card.size}."
+            f"{weights} holds a {card.backbone} for images of {card.size} px, which cannot start a "
+            f"run on {input.size} px: set size={card.size}."
         ) from None
+    colours = zip((*card.mean, *card.std), (*input.mean, *input.std), strict=True)
+    if max(abs(one - other) for one, other in colours) < SAME_PIXELS:
+        return []
+    return [
+        f"{weights} expects images normalised by mean {list(card.mean)} and std {list(card.std)}, "
+        f"but this run has {list(input.mean)} and {list(input.std)}: set mean and std"
+    ]
 
 
 def _introduction(

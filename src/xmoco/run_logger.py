@@ -27,7 +27,7 @@ class Judge(Callback):
     def __enter__(self) -> Self:
         if self.training.step == 0 and self.monitor.due(0):
             self.on_record(self.monitor.raw_pixels())
-            self.on_record(self.monitor.untrained(self.backbone))
+            self.on_record(self.monitor.initial(self.backbone))
         return self
 
     def on_epoch(self, epoch: int, step: int) -> None:

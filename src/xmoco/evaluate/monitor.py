@@ -35,7 +35,7 @@ class Monitor:
         return all(images.labels is not None and not images.multi_label for images in self._sets())
 
     def due(self, epoch: int) -> bool:
-        """Whether an epoch is to be judged; 0 is the untrained backbone."""
+        """Whether an epoch is to be judged; 0 is before the first step."""
         every, last = self.config.monitor.knn_every, self.config.train.epochs
         return self.possible and every > 0 and (epoch % every == 0 or epoch == last)
 
@@ -49,9 +49,11 @@ class Monitor:
         record.protocol["size"] = pixel_side(self.config.input)
         return record
 
-    def untrained(self, backbone: nn.Module) -> Record:
+    def initial(self, backbone: nn.Module) -> Record:
+        """What the backbone is worth before the first step."""
         sets = self._features(backbone)
-        return self._judge(sets, subject="untrained", features="backbone", epoch=0, step=0)
+        subject = "untrained" if self.config.model.weights is None else "initial weights"
+        return self._judge(sets, subject=subject, features="backbone", epoch=0, step=0)
 
     def trained(self, backbone: nn.Module, epoch: int, step: int) -> Record:
         sets = self._features(backbone)

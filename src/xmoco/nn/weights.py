@@ -71,6 +71,7 @@ class BackboneCard:
     epochs: int
     seed: int
     eval_size: int | None = None  # side of the central views, where it is another
+    started_from: str | None = None  # what training started from, if not from random weights
 
     @classmethod
     def of_run(cls, config: Config, epochs: int) -> "BackboneCard":
@@ -85,6 +86,7 @@ class BackboneCard:
             epochs=epochs,
             seed=config.train.seed,
             eval_size=config.input.eval_size,
+            started_from=weights_name(config.model.weights),
         )
 
     def as_json(self) -> str:
@@ -102,6 +104,19 @@ class BackboneCard:
             mean=self.mean,
             std=self.std,
         )
+
+
+def weights_name(weights: str | Path | None) -> str | None:
+    """What records call weights: a path tells where they are, which is nobody's business."""
+    if weights is None or named_model(weights):
+        return weights if weights is None else str(weights)
+    path = Path(weights)
+    return path.parent.name if path.name == "backbone.safetensors" else path.name
+
+
+def named_model(weights: str | Path) -> bool:
+    """Whether weights are a model of a library by name, and no path."""
+    return str(weights).startswith(("torchvision:", "timm:", "scratch:"))
 
 
 def save_backbone(backbone: nn.Module, card: BackboneCard, path: Path) -> None:
@@ -249,7 +264,7 @@ def read_card(weights: str | Path) -> tuple[BackboneCard, Path]:
 
     Only our own files have a card to read; that of other weights is found out by loading them.
     """
-    named = str(weights).startswith(("torchvision:", "timm:", "scratch:"))
+    named = named_model(weights)
     path = Path(weights) if named else _weights_file(weights)[0]
     own = None if named or _is_pickle(path) else _own_card(path)
     return own or load_weights(path).card, path
@@ -319,6 +334,7 @@ class _Header(InputConfig):
     method: Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(printable)]
     epochs: int = Field(ge=0)
     seed: int = Field(ge=0)
+    started_from: Annotated[str, Field(max_length=1000), AfterValidator(printable)] | None = None
 
 
 def _card(content: dict[str, Any], path: Path) -> BackboneCard:
@@ -332,7 +348,7 @@ def _card(content: dict[str, Any], path: Path) -> BackboneCard:
         )
     try:
         header = _Header.model_validate(content)
-        missing = known - header.model_fields_set - {"eval_size"}
+        missing = known - header.model_fields_set - {"eval_size", "started_from"}
     except ValidationError as error:
         first = error.errors()[0]
         missing = {str(first["loc"][0])}

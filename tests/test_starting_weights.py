@@ -1,0 +1,165 @@
+"""Runs that start from weights: both encoders have them, whenever the run was interrupted, and
+whatever is told of the run says so."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from helpers import (
+    assert_done,
+    assert_refused,
+    assert_same_end,
+    knn_records,
+    make_images,
+    no_pictures,
+    run_cli,
+    write_recipe,
+)
+from xmoco import pretraining
+from xmoco.config import KINDS
+from xmoco.data import ArrayImages
+from xmoco.evaluate.classification import evaluate_knn
+from xmoco.evaluate.evaluation import EvalOptions
+from xmoco.methods import build_method
+from xmoco.methods.base import MomentumMethod
+from xmoco.nn.backbones import build_backbone
+from xmoco.nn.checkpoint_formats import LoadReport
+from xmoco.nn.weights import BackboneCard, Weights, read_card, save_backbone, weights_name
+from xmoco.pretraining import start_from_weights
+from xmoco.settings import load_config
+
+SMALL = (
+    *("backbone=tiny", "stem=cifar", "size=16", "eval_size=null", "batch=8", "batch_norm=plain"),
+    *("head_hidden=16", "feature_size=8"),
+)
+
+
+@pytest.fixture(autouse=True)
+def quick() -> Iterator[None]:
+    with no_pictures():
+        yield
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """Of nobody's run: as random as any, but not those that a run starts from by itself."""
+    torch.manual_seed(1234)
+    backbone = build_backbone("tiny", "cifar")
+    card = BackboneCard.of_run(load_config(None, SMALL), epochs=7)
+    save_backbone(backbone, card, tmp_path / "given.safetensors")
+    return tmp_path / "given.safetensors"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    images = make_images(tmp_path / "images", each=8)
+    return write_recipe(tmp_path / "fast.yaml", images, train={"epochs": 2})
+
+
+@pytest.mark.parametrize("name", KINDS["method"])
+def test_every_encoder_of_a_method_has_them(name: str, weights: Path) -> None:
+    config = load_config(None, [*SMALL, f"method={name}", f"weights={weights}"])
+    method = build_method(config)
+    assert start_from_weights(method, config) == []
+    given = pretraining.load_weights(weights).backbone.state_dict()
+    for key, value in method.encoder.backbone.state_dict().items():
+        assert torch.equal(value, given[key]), key
+    if isinstance(method, MomentumMethod):
+        for key, value in method.momentum_encoder.state_dict().items():
+            assert torch.equal(value, method.encoder.state_dict()[key]), key
+        assert not any(p.requires_grad for p in method.momentum_encoder.parameters())
+
+
+def test_a_run_killed_before_its_first_checkpoint_still_starts_from_them(
+    recipe: Path, weights: Path, tmp_path: Path
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for run in (whole, killed):
+        assert_done(run_cli("pretrain", "-r", recipe, "--out", run, "--weights", weights))
+    shutil.rmtree(killed / "checkpoints")
+    (killed / "backbone.safetensors").unlink()
+    assert_done(run_cli("pretrain", "--resume", "--out", killed))
+    assert_same_end(killed, whole)
+    assert (killed / "backbone.safetensors").read_bytes() == (
+        whole / "backbone.safetensors"
+    ).read_bytes()
+
+
+def test_what_is_told_of_a_run_says_what_it_started_from(
+    recipe: Path, weights: Path, tmp_path: Path
+) -> None:
+    run, plain = tmp_path / "run", tmp_path / "plain"
+    outcome = run_cli("pretrain", "-r", recipe, "--out", run, "--weights", weights)
+    assert_done(outcome)
+    assert f"the backbone starts from {weights}" in outcome.stdout
+    assert knn_records(run)[:2] == [("raw pixels", 0), ("initial weights", 0)]
+    assert f"weights: {weights}" in (run / "config.yaml").read_text()
+    assert read_card(run)[0].started_from == "given.safetensors"
+    options = EvalOptions("cpu")
+    (record, *_) = evaluate_knn(run, tmp_path / "images", ks=(5,), options=options)
+    assert record.protocol["started_from"] == "given.safetensors"
+
+    assert_done(run_cli("pretrain", "-r", recipe, "--out", plain))
+    assert read_card(plain)[0].started_from is None
+    assert knn_records(plain)[:2] == [("raw pixels", 0), ("untrained", 0)]
+    (record, *_) = evaluate_knn(plain, tmp_path / "images", ks=(5,), options=options)
+    assert "started_from" not in record.protocol
+
+
+def test_weights_are_named_without_telling_where_they_are() -> None:
+    assert weights_name(None) is None
+    assert weights_name("torchvision:resnet50") == "torchvision:resnet50"
+    assert weights_name("/home/me/runs/photos") == "photos"
+    assert weights_name("/home/me/runs/photos/backbone.safetensors") == "photos"
+    assert weights_name("/home/me/moco.pth.tar") == "moco.pth.tar"
+
+
+def starting_with(
+    backbone: nn.Module, monkeypatch: pytest.MonkeyPatch, *settings: str
+) -> list[str]:
+    """Warnings of a run that starts from this backbone of somebody else's."""
+    card = BackboneCard.of_run(load_config(None, SMALL), epochs=0)
+    loaded = Weights(backbone, card, LoadReport("somebody", 1))
+    monkeypatch.setattr(pretraining, "load_weights", lambda _: loaded)
+    config = load_config(None, [*SMALL, "weights=theirs.pth", *settings])
+    return start_from_weights(build_method(config), config)
+
+
+def test_a_backbone_that_is_built_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As solo-learn's stem is: its tensors would fit."""
+    backbone = build_backbone("tiny", "cifar")
+    assert starting_with(backbone, monkeypatch) == []
+    backbone.conv1.padding = (2, 2)
+    with pytest.raises(Exception, match=r"theirs.pth holds a tiny .* padding=\(2, 2\)"):
+        starting_with(backbone, monkeypatch)
+
+
+def test_other_pixels_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone = build_backbone("tiny", "cifar")
+    (warning,) = starting_with(backbone, monkeypatch, "mean=[0.5,0.5,0.5]")
+    assert "normalised by mean [0.485, 0.456, 0.406]" in warning
+    assert starting_with(backbone, monkeypatch, "mean=[0.486,0.457,0.405]") == []
+
+
+def test_resuming_and_weights_exclude_each_other(weights: Path, tmp_path: Path) -> None:
+    outcome = run_cli("pretrain", "--resume", "--out", tmp_path, "--weights", weights)
+    assert_refused(outcome, "--weights and --resume exclude each other")
+
+
+def test_programs_start_from_them_as_well(weights: Path, tmp_path: Path) -> None:
+    """Such as tables of several runs."""
+    pixels = torch.zeros(16, 3, 16, 16, dtype=torch.uint8)
+    config = load_config(None, [*SMALL, "bank_length=8", f"weights={weights}", "device=cpu"])
+    training = pretraining.prepare_training(
+        config,
+        pretraining.launched(config.run)[0],
+        ArrayImages("black", pixels),
+        pretraining.RunFolder(tmp_path / "run"),
+    )
+    given = pretraining.load_weights(weights).backbone.conv1.weight
+    assert_close(training.task.encoder.backbone.conv1.weight.detach(), given.detach())
