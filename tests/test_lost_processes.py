@@ -9,8 +9,10 @@ import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch.distributed as dist
 
 from helpers import (
     assert_done,
@@ -118,6 +120,25 @@ def test_the_others_end_with_a_sentence_and_the_run_goes_on(
             assert_done(run_cli("pretrain", "--resume", "--out", run))
         assert f"going on after step {last} " in (run / "train.log").read_text()
         assert checkpoints(run)[-1].name == "step-000000080.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("number", "name"), [(9, "SIGKILL"), (40, "signal 40")], ids=["usual", "real-time"]
+)
+def test_the_signal_that_ended_a_process_is_named(
+    monkeypatch: pytest.MonkeyPatch, number: int, name: str
+) -> None:
+    """Most real-time signals have no name in Python: then it is their number."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    child = Mock(returncode=-number, **{"poll.return_value": -number})
+    fabric = Mock(global_rank=0, world_size=2, local_rank=0)
+    fabric.strategy.launcher.procs = [child]
+    watch = partners._Watch(fabric, "xmoco again")
+    watch._talk()
+    assert watch.gone == 1
+    words = f"the process of rank 1, of 2, was ended by {name}. Go on with: xmoco again"
+    assert str(watch.lost_partner()) == words
 
 
 def test_patience_is_less_than_a_minute() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -14,7 +16,12 @@ from torch.testing import assert_close
 from helpers import TINY_SPLIT
 from xmoco.config import ModelConfig
 from xmoco.errors import UserError
-from xmoco.nn.batchnorm import SplitStatistics, keys_in_split_groups
+from xmoco.nn.batchnorm import (
+    SplitBatchNorm1d,
+    SplitStatistics,
+    keys_in_split_groups,
+    stack_views,
+)
 from xmoco.nn.blocks import FusedBatchNorm2d
 from xmoco.nn.encoder import Encoder, build_encoder, momentum_copy
 from xmoco.nn.encoding import EncoderRunner, describe_batch_norm, resolve_batch_norm
@@ -100,6 +107,20 @@ def test_views_of_one_size_go_in_one_pass(sides: tuple[int, ...]) -> None:
     assert passes == expected[sides]
     norms = [norm for norm in encoder.modules() if isinstance(norm, SplitStatistics)]
     assert {norm.views for norm in norms} == {passes[-1][0]}
+
+
+@pytest.mark.parametrize("views", [1, 4])
+def test_norms_that_were_put_back_are_prepared_anew(views: int) -> None:
+    """As when a bad step is left out: attributes of modules are again what they were before."""
+    runner, encoder = prepared(PLAIN)
+    again, same = prepared(PLAIN)
+    for one, its in ((runner, encoder), (again, same)):
+        one.optimize_for(CUDA, its)
+        one.encode(its, views_of((8, 8)))
+    stack_views(encoder, views)
+    expected = learn(again, same, (8, 8))
+    for name, value in learn(runner, encoder, (8, 8)).items():
+        assert torch.equal(value, expected[name]), name
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps"])
@@ -371,7 +392,7 @@ def test_an_encoder_without_batch_norm_is_stacked_without_a_word() -> None:
 # Which batch norm
 
 
-def resolved(
+def resolved_model(
     batch_norm: str = "auto",
     *,
     processes: int = 1,
@@ -379,7 +400,8 @@ def resolved(
     images: int = 32,
     hide_keys: bool = True,
     groups: int = 8,
-) -> str:
+    resumed: bool = False,
+) -> ModelConfig:
     model = ModelConfig.model_validate({"batch_norm": batch_norm, "batch_norm_groups": groups})
     found = resolve_batch_norm(
         model,
@@ -387,8 +409,17 @@ def resolved(
         device=device,
         images_per_forward=images,
         hide_keys=hide_keys,
+        resumed=resumed,
     )
-    assert found == model.model_copy(update={"batch_norm": found.batch_norm})
+    own = {"batch_norm": found.batch_norm, "batch_norm_groups": found.batch_norm_groups}
+    assert found == model.model_copy(update=own)
+    return found
+
+
+def resolved(batch_norm: str = "auto", **situation: Any) -> str:
+    """Where as many groups as asked for are possible, or play no part."""
+    found = resolved_model(batch_norm, **situation)
+    assert found.batch_norm_groups == situation.get("groups", 8)
     return found.batch_norm
 
 
@@ -444,20 +475,80 @@ def test_synchronising_needs_cuda(device: str) -> None:
         resolved("synchronised", processes=2, device=device)
 
 
-@pytest.mark.parametrize("choice", ["auto", "split"])
-@pytest.mark.parametrize(("images", "groups"), [(30, 8), (8, 8), (15, 2), (6, 4)])
-def test_groups_must_be_equal_and_of_two(choice: str, images: int, groups: int) -> None:
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(("images", "groups"), [(30, 8), (8, 8), (15, 2), (6, 4), (100, 8)])
+def test_groups_must_be_equal_and_of_two(images: int, groups: int, resumed: bool) -> None:
     words = rf"equal groups of at least two: {images} images .* do not make {groups}; change batch"
     with pytest.raises(UserError, match=words):
-        resolved(choice, images=images, groups=groups)
-    assert resolved("plain", images=images, groups=groups) == "plain"
+        resolved("split", images=images, groups=groups, resumed=resumed)
+    assert resolved("plain", images=images, groups=groups, resumed=resumed) == "plain"
+
+
+UNHIDDEN = (
+    "plain (statistics over a process's batch; keys are not hidden, as batch_norm_groups allows no "
+    "equal groups of at least two images)"
+)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize(
+    ("images", "groups", "words"),
+    [
+        (32, 8, "split into 8 groups, keys regrouped"),
+        (100, 8, "split into 5 groups, keys regrouped"),
+        (30, 8, "split into 6 groups, keys regrouped"),
+        (8, 8, "split into 4 groups, keys regrouped"),
+        (6, 4, "split into 3 groups, keys regrouped"),
+        (4, 8, "split into 2 groups, keys regrouped"),
+        (15, 2, UNHIDDEN),
+        (7, 8, UNHIDDEN),
+        (2, 8, UNHIDDEN),
+    ],
+)
+def test_auto_takes_as_many_groups_as_the_images_make(
+    images: int, groups: int, words: str, resumed: bool
+) -> None:
+    found = resolved_model(images=images, groups=groups, resumed=resumed)
+    assert describe_batch_norm(found) == words
+
+
+@given(images=st.integers(2, 300), groups=st.integers(2, 64))
+@example(images=2, groups=10**12)
+def test_groups_that_auto_takes_can_be_trained_with_and_are_the_most(
+    images: int, groups: int
+) -> None:
+    found = resolved_model(images=images, groups=groups)
+    taken = found.batch_norm_groups
+    assert found.batch_norm == ("split" if taken > 1 else "plain")
+    assert taken <= groups
+    SplitBatchNorm1d(1, taken)(torch.rand(images, 1))
+    for more in range(taken + 1, min(groups, images) + 1):
+        with pytest.raises(ValueError, match="equal groups with at least two"):
+            SplitBatchNorm1d(1, more)(torch.rand(images, 1))
+
+
+def test_who_shuffled_before_and_is_alone_now_asked_for_no_split() -> None:
+    """Which is what both become where a run goes on in one process."""
+    for choice in ("auto", "shuffled"):
+        assert resolved(choice, images=100, processes=2) == "shuffled"
+        assert resolved(choice, images=32, resumed=True) == "split"
+        found = resolved_model(choice, images=100, resumed=True)
+        assert (found.batch_norm, found.batch_norm_groups) == ("split", 5)
+        assert describe_batch_norm(resolved_model(choice, images=7, resumed=True)) == UNHIDDEN
 
 
 @pytest.mark.parametrize("choice", ["auto", "plain", "split"])
 @pytest.mark.parametrize("hide_keys", [True, False])
-def test_one_image_has_no_statistics(choice: str, hide_keys: bool) -> None:
-    with pytest.raises(UserError, match="at least two images at once: raise batch"):
-        resolved(choice, images=1, hide_keys=hide_keys)
+@pytest.mark.parametrize(
+    ("processes", "instead"),
+    [(1, "lower accumulate"), (2, "take fewer processes, or lower accumulate where it is above 1")],
+)
+def test_one_image_has_no_statistics(
+    choice: str, hide_keys: bool, processes: int, instead: str
+) -> None:
+    words = f"at least two images at once: raise batch, or {instead}\\.$"
+    with pytest.raises(UserError, match=words):
+        resolved(choice, images=1, hide_keys=hide_keys, processes=processes)
 
 
 def test_the_choice_in_words() -> None:

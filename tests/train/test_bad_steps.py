@@ -1,6 +1,7 @@
 """Losses that are no numbers or out of all proportion: which step, and what is left of the run."""
 
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from helpers import be_process, free_port, make_images, run_two, write_recipe
 from xmoco.data import open_images
 from xmoco.distributed import consolidate_state_dict
 from xmoco.errors import UserError
+from xmoco.methods.base import Method
+from xmoco.nn.batchnorm import SplitStatistics
 from xmoco.pretraining import prepare_training
 from xmoco.settings import load_config
 from xmoco.task import StepOutput
 from xmoco.train import bad_steps
-from xmoco.train.bad_steps import FEW, SPIKE, BadStep, LossWatch, too_many
+from xmoco.train.bad_steps import FEW, SPIKE, BadStep, LossWatch, WayBack, too_many
 from xmoco.train.engine import build_fabric
 from xmoco.train.loop import Callback, DivergedError, Training
 from xmoco.train.run_folder import RunFolder
@@ -189,6 +192,48 @@ def test_left_out_steps_leave_no_trace(
     assert notes.values == [3, 6, 8]  # nothing is told twice
     assert notes.epochs == [1, 2]
     assert max(taken.count(step) for step in bad) == 1
+
+
+def test_views_stay_stacked_after_a_step_is_left_out(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose way to run encoders a CPU takes as well. The way back is to before the
+    first step, when encoders were prepared for one view at once."""
+    real = Method.optimize_for
+    monkeypatch.setattr(Method, "optimize_for", lambda task, _: real(task, torch.device("cuda")))
+    undisturbed = new_training(recipe)
+    take_all_but(undisturbed, {1}, until=8)
+    training = new_training(recipe, "skip_bad_steps=true")
+    spoil(monkeypatch, training, {1: NAN})
+    training.train(Callback())
+    assert training.left_out == {1}
+    norms = [norm for norm in training.task.modules() if isinstance(norm, SplitStatistics)]
+    assert {norm.views for norm in norms} == {2}
+    expected = undisturbed.task.state_dict()
+    for name, value in training.task.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_there_is_one_copy_of_what_is_good_at_a_time(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies take the memory of all weights each."""
+    copies: list[weakref.ref[WayBack]] = []
+    alive: list[int] = []
+
+    class Counted(WayBack):
+        def __init__(self, *state: Any) -> None:
+            alive.append(sum(copy() is not None for copy in copies))
+            super().__init__(*state)
+            copies.append(weakref.ref(self))
+
+    monkeypatch.setattr("xmoco.train.loop.WayBack", Counted)
+    training = new_training(recipe, "skip_bad_steps=true")
+    spoil(monkeypatch, training, {5: NAN})
+    training.train(Callback())
+    assert training.left_out == {5}
+    assert alive == [0] * len(copies)
+    assert len(copies) == 5  # at the start, of steps 3, 4 and 8, and of 6 taken again
 
 
 def spoil_loss(monkeypatch: pytest.MonkeyPatch, training: Training, bad: set[int]) -> list[int]:

@@ -39,12 +39,12 @@ def new_training(folder: Path, images: ArrayImages, *changes: str) -> Training:
     return prepare_training(config, fabric, images, RunFolder(folder))
 
 
-def test_a_replayed_step_is_left_out_without_a_trace(
-    tmp_path: Path, images: ArrayImages, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("bad", [1, WARM_UP + 5], ids=["before the first look", "replayed"])
+def test_a_step_is_left_out_without_a_trace(
+    tmp_path: Path, images: ArrayImages, monkeypatch: pytest.MonkeyPatch, bad: int
 ) -> None:
     """Only its loss is spoilt, so the same course without the step is known from plain steps."""
     monkeypatch.setattr("xmoco.train.step.HOST_SHARE", 0.0)  # always record
-    bad = WARM_UP + 5
     with torch.backends.cudnn.flags(deterministic=True, allow_tf32=False):
         training = new_training(tmp_path / "run", images, "skip_bad_steps=true")
         advance, spoilt = training.advance, []

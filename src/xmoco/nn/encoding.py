@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from xmoco.config import ModelConfig
 from xmoco.errors import UserError
 from xmoco.nn.batchnorm import (
+    SplitStatistics,
     keys_in_other_processes,
     keys_in_split_groups,
     running_statistics_kept,
@@ -39,10 +40,17 @@ def resolve_batch_norm(
 ) -> ModelConfig:
     """``auto`` becomes what suits the method and the number of processes; what cannot work is a
     ``UserError``. ``hide_keys``: whether statistics could tell a query which key is its own. A run
-    that is ``resumed`` may have had more processes to shuffle keys between."""
+    that is ``resumed`` may have had more processes to shuffle keys between.
+
+    Where nobody asked for ``split`` by name, it takes fewer groups if the images do not make as
+    many as the settings say; where they make none at all, it becomes ``plain``, with one group.
+    """
     if images_per_forward < 2:
-        raise UserError("batch norm needs at least two images at once: raise batch.")
-    choice = model.batch_norm
+        instead = "lower accumulate"  # a batch has at least two images: only parts have fewer
+        if processes > 1:
+            instead = "take fewer processes, or lower accumulate where it is above 1"
+        raise UserError(f"batch norm needs at least two images at once: raise batch, or {instead}.")
+    choice, groups = model.batch_norm, model.batch_norm_groups
     if choice == "auto":
         if hide_keys:
             choice = "shuffled" if processes > 1 else "split"
@@ -57,20 +65,31 @@ def resolve_batch_norm(
         )
     if choice == "synchronised" and device != "cuda":
         raise UserError("batch_norm=synchronised needs CUDA; use batch_norm=split or shuffled.")
-    if choice == "split" and (
-        images_per_forward % model.batch_norm_groups
-        or images_per_forward // model.batch_norm_groups < 2
-    ):
-        raise UserError(
-            f"batch_norm=split needs equal groups of at least two: {images_per_forward} images "
-            f"per process do not make {model.batch_norm_groups}; change batch, batch_norm_groups, "
-            "or use batch_norm=plain."
-        )
-    return model.model_copy(update={"batch_norm": choice})
+    if choice == "split":
+        groups = _most_groups(images_per_forward, at_most=model.batch_norm_groups)
+        if model.batch_norm == "split" and groups < model.batch_norm_groups:
+            raise UserError(
+                f"batch_norm=split needs equal groups of at least two: {images_per_forward} images "
+                f"per process do not make {model.batch_norm_groups}; change batch, "
+                "batch_norm_groups, or use batch_norm=plain."
+            )
+        if groups == 1:
+            choice = "plain"
+    return model.model_copy(update={"batch_norm": choice, "batch_norm_groups": groups})
+
+
+def _most_groups(images: int, at_most: int) -> int:
+    """Equal ones, of at least two images each."""
+    return max(n for n in range(1, min(at_most, images // 2) + 1) if images % n == 0)
 
 
 def describe_batch_norm(model: ModelConfig) -> str:
     """The choice, in words, for the start of a run."""
+    if model.batch_norm == "plain" and model.batch_norm_groups == 1:  # no user can ask for one
+        return (
+            "plain (statistics over a process's batch; keys are not hidden, as batch_norm_groups "
+            "allows no equal groups of at least two images)"
+        )
     return {
         "plain": "plain (statistics over a process's batch)",
         "split": f"split into {model.batch_norm_groups} groups, keys regrouped",
@@ -95,8 +114,9 @@ class EncoderRunner:
     def __init__(self, model: ModelConfig) -> None:
         self.batch_norm = model.batch_norm
         self.groups = model.batch_norm_groups
-        self.stacked: dict[nn.Module, int] = {}
-        """Encoders prepared for stacked views, and for how many at present."""
+        self.stacked: dict[nn.Module, list[SplitStatistics]] = {}
+        """Encoders prepared for stacked views, each with its norms. For how many views at present,
+        only the norms know: leaving out a bad step puts them back (train/bad_steps.py)."""
         self.two_threads = False
         self.keys_stream: torch.cuda.Stream | None = None
         """On which keys are encoded beside queries."""
@@ -131,7 +151,10 @@ class EncoderRunner:
             )
         for encoder in encoders:
             if of_views and not others:
-                self._stack(encoder, views=1)
+                stack_views(encoder, views=1)
+                self.stacked[encoder] = [
+                    norm for norm in encoder.modules() if isinstance(norm, SplitStatistics)
+                ]
             fuse_layers(encoder)
 
     def _nothing_is_drawn(self, encoders: Sequence[nn.Module]) -> bool:
@@ -207,9 +230,9 @@ class EncoderRunner:
         return self._pass(encoder, pixels, len(views), keys).chunk(len(views))
 
     def _stack(self, encoder: nn.Module, views: int) -> None:
-        if self.stacked.get(encoder) != views:
-            stack_views(encoder, views)
-            self.stacked[encoder] = views
+        for norm in self.stacked[encoder]:
+            if norm.views != views:  # to set an attribute of a module takes longer than to look
+                norm.views = views
 
     def _pass(self, encoder: nn.Module, images: Tensor, views: int, keys: bool) -> Tensor:
         if keys and self.batch_norm == "split":

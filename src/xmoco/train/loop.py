@@ -232,6 +232,7 @@ class Training:
                         continue
                     if log and step is not None:
                         self.losses.note_level()
+                    way_back = None  # before the next one is made: two would take twice the memory
                     way_back = self._way_back()
                 if log and means.steps:
                     values = means.values({} if step is None else step.metrics)

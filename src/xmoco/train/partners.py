@@ -70,6 +70,14 @@ def _sign_of(rank: int) -> str:
     return f"xmoco/alive/{rank}"
 
 
+def _name_of_signal(number: int) -> str:
+    """Most real-time signals have none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 class _Watch(threading.Thread):
     current: "_Watch | None" = None
 
@@ -138,7 +146,7 @@ class _Watch(threading.Thread):
         for local_rank, child in enumerate(self.children, start=1):
             if child.poll():
                 if child.returncode < 0:
-                    self.how = f"was ended by {signal.Signals(-child.returncode).name}"
+                    self.how = f"was ended by {_name_of_signal(-child.returncode)}"
                 self.tell_that_gone(local_rank)
 
     def tell_that_gone(self, rank: int) -> None:
