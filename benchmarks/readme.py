@@ -10,7 +10,8 @@ alone. A test fails when a table no longer agrees with what it is made from.
 import argparse
 import io
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,11 @@ from torch import Tensor
 
 from pages.accuracy import (
     changed_recipes_table,
+    eval_size_table,
     learning_tables,
     methods_table,
     protocols_tables,
+    tuning_tables,
 )
 from pages.cluster import scaling_tables, shards_table
 from pages.common import ROOT, Place
@@ -96,34 +99,75 @@ def place_of(config: Config) -> tuple[int, bool, int]:
 
 
 def recipes_table(_: Place) -> str:
+    """XMoCo's recipes; then a row for every other method, with its recipes for small images and for
+    large ones."""
     configs = {name: load_config(name) for name in recipe_names()}
     in_order = sorted(configs, key=lambda name: place_of(configs[name]))
-    rows = []
-    for name in in_order:
-        config = configs[name]
-        enlarged = config.input.eval_size
-        judged = "" if enlarged is None else f", judged at {enlarged} px"
-        rows.append(
-            [
-                f"`{name}`",
-                method_class(config.method).title,
-                f"`{config.data.source}`",
-                f"`{config.model.backbone}`, {config.input.size} px{judged}",
-                f"{config.train.epochs}",
-                f"{config.train.batch}",
-            ]
+    own = [name for name in in_order if configs[name].method.name == "xmoco"]
+    others = {name: config for name, config in configs.items() if name not in own}
+    first = [
+        [f"`{name}`", f"`{config.data.source}`", images_told(config), *effort(config)]
+        for name, config in ((name, configs[name]) for name in own)
+    ]
+    return "\n\n".join(
+        (
+            markdown_table(
+                ["recipe of XMoCo", "data", "backbone and image size", "epochs", "batch"],
+                "lllrr",
+                first,
+            ),
+            recipes_by_method(others),
         )
-    headings = ["recipe", "method", "data", "backbone", "epochs", "batch"]
-    return markdown_table(headings, "llllrr", rows)
+    )
+
+
+def images_told(config: Config) -> str:
+    enlarged = config.input.eval_size
+    judged = "" if enlarged is None else f", evaluated at {enlarged} px"
+    return f"`{config.model.backbone}`, {config.input.size} px{judged}"
+
+
+def effort(config: Config) -> tuple[str, str]:
+    return f"{config.train.epochs:,}", f"{config.train.batch:,}"
+
+
+LARGE = "-imagenet"
+"""How the names of recipes for large images end."""
+
+
+def recipes_by_method(configs: Mapping[str, Config]) -> str:
+    """What nearly all recipes of a kind share stands above them; the others say what they have."""
+    small = {name: config for name, config in configs.items() if not name.endswith(LARGE)}
+    large = {name: config for name, config in configs.items() if name.endswith(LARGE)}
+    shared = [most_common(map(images_told, some.values())) for some in (small, large)]
+    titles = {name: method_class(config.method).title for name, config in small.items()}
+    assert {name + LARGE for name in small} == set(large), "a row has a recipe of either kind"
+    rows = []
+    for name in sorted(small, key=lambda name: titles[name].lower()):
+        row = [titles[name]]
+        for recipe, usual in zip((name, name + LARGE), shared, strict=True):
+            told = images_told(configs[recipe])
+            row.append(f"`{recipe}`" if told == usual else f"`{recipe}` ({told})")
+            row.append(" × ".join(effort(configs[recipe])))
+        rows.append(row)
+    headings = ["other method", "for CIFAR-10", "epochs × batch", "for ImageNet", "epochs × batch"]
+    told = f"Those for CIFAR-10 train {shared[0]}; those for ImageNet {shared[1]}, unless noted."
+    return f"{markdown_table(headings, 'llrlr', rows)}\n\n{told}"
+
+
+def most_common(words: Iterable[str]) -> str:
+    return Counter(words).most_common(1)[0][0]
 
 
 def list_of_tables(_: Place) -> str:
     rows = []
     for name in table_names():
         table = read_table(name)
-        measured = ", ".join(column.heading for column in table.measured)
-        rows.append([f"`{name}`", table.about, f"`{table.recipe}`", str(table.epochs), measured])
-    return markdown_table(["table", "rows", "recipe", "epochs", "columns"], "lllrl", rows)
+        more = [c.heading for c in table.measured if not c.measure.endswith("_top1")]
+        told = ", ".join(more) or "–"
+        rows.append([f"`{name}`", table.about, f"`{table.recipe}`", str(table.epochs), told])
+    headings = ["table", "rows", "recipe", "epochs", "columns besides accuracy"]
+    return markdown_table(headings, "lllrl", rows)
 
 
 PARTS: dict[str, Callable[[Place], str]] = {
@@ -137,6 +181,8 @@ PARTS: dict[str, Callable[[Place], str]] = {
     "methods": methods_table,
     "protocols": protocols_tables,
     "changed-recipes": changed_recipes_table,
+    "eval-size": eval_size_table,
+    "tuning": tuning_tables,
     "comparisons": comparison_tables,
     "paper-tables": paper_tables,
     "detection": detection_tables,

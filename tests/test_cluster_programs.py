@@ -116,7 +116,7 @@ def test_the_batch_script_starts_goes_on_and_queues_again(tmp_path: Path) -> Non
     again = Interrupted(10, "somewhere", "somehow").status
     started, queued = run_script(tmp_path, again)
     assert started.startswith("xmoco pretrain --recipe imagenet ")
-    assert started.endswith(" --out runs/photos batch=4096")
+    assert " --out runs/photos batch=4096 bank_length=65536 optim=lars " in started
     assert queued == "scontrol requeue 77"
     assert run_script(tmp_path, again) == ["xmoco pretrain --resume --out runs/photos", queued]
     for status in (0, 2):  # done, or something is wrong

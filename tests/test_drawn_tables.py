@@ -95,11 +95,11 @@ def test_tables_hold_the_last_records_and_their_protocol(pages: Any, place: Any)
         "| XMoCo, 2 epochs | 44.4 % |",
     ]
     for fact in (
-        "Time of training: XMoCo 62 s.",
+        "Training time: XMoCo 62 s.",
         "One seed (7);",
         "folder pets;",
-        "1,000 test images judged by 3,000 training images",
-        "k 20, temperature 0.1",
+        "1,000 test images, kNN among 3,000 training images",
+        "k = 20, temperature 0.1",
         "Abacus, 2 threads",
         "torch 2.11.0",
         "commit 0123456789ab",
@@ -125,7 +125,7 @@ def test_the_time_of_a_run_tells_how_often_knn_was_in_it(pages: Any, place: Any)
     for every, words in ((1, "every epoch."), (50, "every 50 epochs.")):
         settings = f"monitor:\n  knn_every: {every}\n"
         text = learning(pages, place, knn("xmoco", 44, 2, run_seconds=61.6, settings=settings))
-        assert f"XMoCo 62 s, with kNN {words}" in text
+        assert f"XMoCo 62 s, including kNN {words}" in text
 
 
 def test_methods_are_compared_if_they_were_measured(pages: Any, place: Any) -> None:
@@ -135,9 +135,20 @@ def test_methods_are_compared_if_they_were_measured(pages: Any, place: Any) -> N
         for method, (before, after) in measured.items():
             pair = [knn("untrained", before, 0), knn(method, after, 6)]
             append_records(place.results / "methods.jsonl", pair)
-    assert rows_of(pages.accuracy.methods_table(place))[2:] == [
-        "| SwAV, 6 epochs | 15.0 % | 90.0 % |",
-        "| BYOL, 6 epochs | 17.0 % | 80.0 % |",
+    text = pages.accuracy.methods_table(place)
+    assert rows_of(text) == [
+        "| method | kNN top-1, 6 epochs |",
+        "| --- | ---: |",
+        "| SwAV | 90.0 % |",
+        "| BYOL | 80.0 % |",
+    ]
+    assert "Untrained: 15.0 % or 17.0 %." in text
+    append_records(
+        place.results / "methods.jsonl", [knn("untrained", 15, 0), knn("jcl", 60, epoch=7)]
+    )
+    assert rows_of(pages.accuracy.methods_table(place))[-2:] == [
+        "| BYOL, 6 epochs | 80.0 % |",
+        "| JCL, 7 epochs | 60.0 % |",
     ]
 
 
@@ -199,8 +210,8 @@ def test_protocols_are_rows_and_backbones_columns(pages: Any, place: Any) -> Non
         heading == "| protocol | XMoCo, 200 epochs | supervised, 40 epochs | untrained backbone |"
     )
     assert rows == [
-        "| kNN, k 20 | 40.2 % | 50.2 % | 10.2 % |",
-        "| kNN, k 200 | 42.0 % | 52.0 % | 12.0 % |",
+        "| kNN (k = 20) | 40.2 % | 50.2 % | 10.2 % |",
+        "| kNN (k = 200) | 42.0 % | 52.0 % | 12.0 % |",
         "| linear (paper) | 41.0 % | – | 11.0 % |",
         "| linear (MoCo) | 41.0 % | – | 11.0 % |",
         "| fine-tune, 1 % of the labels | 41.0 % | – | 11.0 % |",
@@ -229,8 +240,8 @@ def test_images_of_several_sizes_have_columns_of_their_own(pages: Any, place: An
         "| untrained backbone, 32 px |"
     )
     assert rows == [
-        "| kNN, k 20 | 40.2 % | – | 10.2 % |",
-        "| kNN, k 200 | 42.0 % | 30.0 % | 12.0 % |",
+        "| kNN (k = 20) | 40.2 % | – | 10.2 % |",
+        "| kNN (k = 200) | 42.0 % | 30.0 % | 12.0 % |",
         "| linear (MoCo) | 45.0 % | 50.0 % | – |",
     ]
     assert "images of 48 px / images of 32 px; crops of 32 px;" in text
@@ -256,7 +267,7 @@ def test_different_weights_of_one_name_have_columns_of_their_own(pages: Any, pla
     heading, _, row = rows_of(pages.accuracy.protocols_tables(place))
     names = "XMoCo, 200 epochs (aaaaaa) | XMoCo, 200 epochs (bbbbbb) | untrained backbone"
     assert heading == f"| protocol | {names} |"
-    assert row == "| kNN, k 200 | 40.0 % | 50.0 % | 10.0 % |"
+    assert row == "| kNN (k = 200) | 40.0 % | 50.0 % | 10.0 % |"
 
 
 def test_of_changed_recipes_shared_protocols_are_shown(pages: Any, place: Any) -> None:
@@ -266,11 +277,91 @@ def test_of_changed_recipes_shared_protocols_are_shown(pages: Any, place: Any) -
         append_records(file, [knn("xmoco", value, 2, changes=changes)])
     append_records(file, [protocol_record("knn_top1", 30, "xmoco", k=200, changes="batch=1")])
     assert rows_of(pages.accuracy.changed_recipes_table(place)) == [
-        "| changes | kNN, k 20 |",
+        "| changes | kNN (k = 20) |",
         "| --- | ---: |",
         "| `batch=1` | 10.0 % |",
         "| `batch=2` | 20.0 % |",
     ]
+
+
+def test_sizes_of_images_are_rows_and_the_best_are_bold(pages: Any, place: Any) -> None:
+    assert pages.accuracy.eval_size_table(place) == ""
+    file = place.results / "eval-size.jsonl"
+    for digest, values in (("ca49508e0cac", (70, 75, 74)), ("ffffffffffff", (80, 80.04, 60))):
+        for size, value in zip((40, 32, 48), values, strict=True):
+            facts = {"data": "pets", "split": "validation", "backbone": "resnet18", "epoch": 9}
+            facts |= {"trained_size": 32, "size": size, "digest": digest, "knn_k": 200}
+            append_records(file, [Record("knn_top1", value, "%", "xmoco", "sizes", facts, 0)])
+    assert rows_of(pages.accuracy.eval_size_table(place)) == [
+        "| evaluated at | kNN (k = 200), rate 0.06 | kNN (k = 200), weights ffffff |",
+        "| ---: | ---: | ---: |",
+        "| 32 px | **75.0 %** | **80.0 %** |",
+        "| 40 px | 70.0 % | **80.0 %** |",
+        "| 48 px | 74.0 % | 60.0 % |",
+    ]
+
+
+def test_the_weights_that_sizes_were_tried_with_are_those_of_the_trials(pages: Any) -> None:
+    """Their names say so; records only have digests."""
+    results = pages.common.ROOT / "benchmarks" / "results"
+    for digest, name in pages.accuracy.WEIGHTS.items():
+        values = {}
+        for file in ("eval-size", "tuning"):
+            for line in (results / f"{file}.jsonl").read_text("utf-8").splitlines():
+                record = json.loads(line)
+                facts = record["protocol"]
+                own = facts.get("digest", "").startswith(digest) and facts["size"] == 32
+                rate = re.search(r"learning_rate=(\S+)", facts.get("changes", ""))
+                trial = facts.get("epochs") == 200 and f"rate {rate[1] if rate else 0.12}" == name
+                if record["measure"] == "knn_top1" and (own or trial):
+                    values[file] = record["value"]
+        assert len(values) == 2
+        assert values["eval-size"] == pytest.approx(values["tuning"]), name
+
+
+def test_trials_are_ranked_without_what_all_have_in_common(pages: Any, place: Any) -> None:
+    file = place.results / "tuning.jsonl"
+    for changes, value in (("batch=1 hue=0.1", 70), ("batch=1", 72), ("batch=1 size=9", 71)):
+        facts = {"recipe": "ab", "data": "pets", "split": "held out", "epochs": 9, "knn_k": 200}
+        facts |= {"changes": changes}
+        for measure, more in (("knn_top1", 0), ("logistic_top1", 5)):
+            found = Record(measure, value + more, "%", "xmoco", "tuning", facts, 0)
+            append_records(file, [found])
+    text = pages.accuracy.tuning_tables(place)
+    assert text.startswith("**9 epochs; recipe ab; pets**\n\n")
+    assert rows_of(text) == [
+        "| overrides | kNN (k = 200) | logistic regression |",
+        "| --- | ---: | ---: |",
+        "| – | 72.0 % | 77.0 % |",
+        "| `size=9` | 71.0 % | 76.0 % |",
+        "| `hue=0.1` | 70.0 % | 75.0 % |",
+    ]
+    assert "All have `batch=1`. One seed (0); held out;" in text
+
+
+def test_recipes_as_they_are_have_no_overrides(pages: Any) -> None:
+    told, own = pages.common.common_overrides(["none", "batch=1"])
+    assert (told, own) == ("", {"none": "", "batch=1": "`batch=1`"})
+
+
+def test_trials_stand_apart_from_comparisons_and_have_no_column_of_one_seed(
+    pages: Any, place: Any
+) -> None:
+    facts = {"size": 64, "k": 20, "changes": "", "recipe_digest": "ab"}
+    for name, split in (("compare", "test"), ("trials", "validation")):
+        found = Record("knn_top1", 50, "%", "xmoco", "pets", facts | {"split": split}, 0)
+        append_records(place.results / f"{name}-pets.jsonl", [found])
+    first, second = pages.comparisons.comparison_tables(place).split("## Tuning trials on held-out")
+    assert first.startswith("## Comparisons on test images")
+    for part in (first, second):
+        assert rows_of(part)[0] == "| method | kNN (k = 20) |"
+
+
+def test_a_former_name_of_re_encoded_images_tells_that_they_are(pages: Any) -> None:
+    told = "images re-encoded as JPEG of quality 75; "
+    for work in ("imagenette-resnet18-200ep", "imagenette-128-q75-resnet18-200ep"):
+        assert pages.front.recoded(work) == told
+    assert pages.front.recoded("imagenette2-resnet18-200ep") == ""
 
 
 def test_comparisons_are_means_over_seeds(pages: Any, place: Any) -> None:
@@ -289,13 +380,15 @@ def test_comparisons_are_means_over_seeds(pages: Any, place: Any) -> None:
     ]
     append_records(place.results / "compare-pets.jsonl", trials)
     text = pages.comparisons.comparison_tables(place)
-    assert "**pets-resnet18-9ep, judged at 128 px on test images; recipe ab**" in text
+    assert "**`pets`, ResNet-18, 9 epochs, evaluated at 128 px on test images; recipe ab**" in text
     assert rows_of(text) == [
-        "| entry | changes | kNN, k 20 | kNN, k 200 | seeds |",
+        "| method | overrides | kNN (k = 20) | kNN (k = 200) | seeds |",
         "| --- | --- | ---: | ---: | ---: |",
+        "| XMoCo+ | `teacher=keys` | 75.0 % | 74.0 % | 1 |",  # the best first
         "| XMoCo |  | 71.0 ± 1.4 % | – | 2 |",
-        "| XMoCo+ | `teacher=keys` | 75.0 % | 74.0 % | 1 |",
     ]
+    assert text.startswith("## Comparisons on test images\n\n")
+    assert "## Tuning trials" not in text
     assert "All have `batch=128 hue=0.1`. Seeds 0, 1;" in text
 
 
@@ -310,9 +403,9 @@ def test_sizes_and_times_of_a_comparison_are_told(pages: Any, place: Any) -> Non
     alone = [trial(seed, size, 60.0 * (1 + seed), 70 + seed) for seed in (0, 1) for size in (96, 8)]
     append_records(place.results / "compare-pets.jsonl", alone)
     text = pages.comparisons.comparison_tables(place)
-    assert "**pets-resnet18-9ep, judged on test images; recipe ab**" in text
+    assert "**`pets`, ResNet-18, 9 epochs, evaluated on test images; recipe ab**" in text
     assert rows_of(text) == [
-        "| entry | training | judged at | kNN, k 20 | seeds |",
+        "| method | training time | evaluated at | kNN (k = 20) | seeds |",
         "| --- | ---: | ---: | ---: | ---: |",
         "| XMoCo | 1.5 min | 96 px | 70.5 ± 0.7 % | 2 |",
         "| XMoCo | 1.5 min | 8 px | 70.5 ± 0.7 % | 2 |",
@@ -323,9 +416,14 @@ def test_sizes_and_times_of_a_comparison_are_told(pages: Any, place: Any) -> Non
         place
     )  # of those alone
     append_records(file, [trial(0, 4, 900.0, 70, runs_at_once=3)])
-    assert "| 15.0 min, 3 at once | 4 px |" in pages.comparisons.comparison_tables(place)
+    text = pages.comparisons.comparison_tables(place)
+    assert "| 15.0 min† | 4 px |" in text
+    assert "\n\n† 3 runs shared the GPU. Seeds" in text
+    assert "‡" not in text
     append_records(file, [trial(0, 2, 900.0, 70, watched_every=40)])
-    assert "| 15.0 min, watched | 2 px |" in pages.comparisons.comparison_tables(place)
+    text = pages.comparisons.comparison_tables(place)
+    assert "| 15.0 min‡ | 2 px |" in text
+    assert " ‡ Including evaluations during training. Seeds" in text
 
 
 def test_tables_stand_beside_the_paper(pages: Any, place: Any) -> None:
@@ -343,15 +441,15 @@ def test_tables_stand_beside_the_paper(pages: Any, place: Any) -> None:
     append_records(place.results / "tables.jsonl", records)
     text = pages.comparisons.paper_tables(place)
     assert "### ξ, the share of a soft label given to the positive" in text
-    assert "Trained on pets for 60 epochs, judged on test images." in text
+    assert "Trained on pets for 60 epochs, evaluated on test images." in text
     assert rows_of(text)[:4] == [
-        "| ξ | kNN, k 200 | seeds | paper: kNN, k 200 |",
+        "| ξ | kNN (k = 200) | seeds | paper: kNN (k = 200) |",
         "| --- | ---: | ---: | ---: |",
         "| 0.5 | 71.0 ± 1.4 % | 2 | 42.5 % |",
         "| 0.9 | 75.0 ± 0.0 % | 2 | 51.4 % |",
     ]
-    assert "Not measured yet: 0.6, 0.7, 0.8, 1.0. By kNN, k 200, 1 of 1 pairs" in text
-    assert "**With settings of former days: pets-resnet18-60ep**" in text
+    assert "Not measured yet: 0.6, 0.7, 0.8, 1.0. By kNN (k = 200), 1 of 1 pairs" in text
+    assert "**With earlier settings: pets-resnet18-60ep**" in text
     assert "11.0 %" in rows_of(text)[-1]
     assert pages.plain.other_tables(place) == ""
 
@@ -370,13 +468,16 @@ def test_the_headline_tells_size_seed_and_time(pages: Any, place: Any) -> None:
     ]
     append_records(place.results / "protocols-cifar10-resnet18.jsonl", found)
     text = pages.front.headline(place)
-    assert "in 7 minutes on one Loom" in text
-    assert "91.2 %" in text
-    assert "(one seed (0); images shown at 48 px, 88.8 % at 32 px)" in text
     assert (
-        rows_of(pages.front.results_in_brief(place))[-1]
-        == "| linear classifier | 88.8 % | 91.2 % |"
+        "CIFAR-10: the recipe `cifar10` trains a ResNet-18 in 7 minutes on one Loom; linear" in text
     )
+    assert "is 91.2 % (one seed (0); evaluated at 48 px, 88.8 % at 32 px)" in text
+    assert rows_of(pages.front.results_in_brief(place)) == [
+        "| backbone | linear top-1 (MoCo's protocol) |",
+        "| --- | ---: |",
+        "| XMoCo, 200 epochs, 32 px | 88.8 % |",
+        "| XMoCo, 200 epochs, 48 px | 91.2 % |",
+    ]
 
 
 def test_the_headline_tells_who_is_ahead_on_photographs(pages: Any, place: Any) -> None:
@@ -406,30 +507,30 @@ def test_the_headline_tells_who_is_ahead_on_photographs(pages: Any, place: Any) 
         assert add("mocov2plus", 99, 99, day=2, **other) == ""
     assert add("mocov2plus", 87) == ""  # one seed against two
     text = add("mocov2plus", 88, seed=1)
-    assert "The recipe `imagenette`: after 200 epochs of photographs, a vote of the 20" in text
-    assert "images re-encoded as JPEG of quality 75 and shown at 128 px" in text
-    ahead = "names with MoCo v2+ 87.5 ± 0.7 %, with XMoCo+ 85.5 ± 0.7 % of the test images rightly"
+    assert "- Imagenette, 200 epochs of the recipe `imagenette`: kNN top-1 (k = 20) of " in text
+    assert "(seeds 0, 1; images re-encoded as JPEG of quality 75; evaluated at 128 px" in text
+    ahead = "of 87.5 ± 0.7 % with MoCo v2+, 85.5 ± 0.7 % with XMoCo+ (seeds"
     assert ahead in text
-    assert "px; all with keys of [weak views]" in text
+    assert "px; all with [weakly augmented keys]" in text
     tried = [Record("knn_top1", 1, "%", one, "trial", {}, 0) for one in ("xmoco+", "mocov2plus")]
     append_records(place.results / "trials-imagenette.jsonl", tried)
-    told = "px; each with settings of its own, found on images held out"
+    told = "px; hyperparameters of each tuned on held-out training images"
     assert told in pages.front.headline(place)
     assert ahead in add("xmoco+", 10, 10, changes="batch=8")  # a variant
     last = add("xmoco", 95, 95, settings={"method": {"weak_keys": False}, "input": input})
-    assert "names with XMoCo 95.0 ± 0.0 %, with MoCo" in last
-    assert "weak views" not in last
-    assert "held out" not in last  # of that one there are no trials
+    assert "of 95.0 ± 0.0 % with XMoCo, 87.5 ± 0.7 % with MoCo" in last
+    assert "weakly" not in last
+    assert "held-out" not in last  # of that one there are no trials
     simclr = add("simclr", 96, 96, settings={"method": {"name": "simclr"}, "input": input})
-    assert "names with SimCLR 96.0 ± 0.0 %" in simclr
+    assert "of 96.0 ± 0.0 % with SimCLR" in simclr
     assert add("simclr", 99, 99, day=4, size=160) == simclr  # judged besides
     for rival in ("xmoco+", "mocov2plus+small views"):
         former = add(rival, 50, 51, day=5, recipe_digest="older")
-    assert "An earlier recipe `imagenette`: after" in former
-    assert "with MoCo v2+ with small views 50.5 ± 0.7 %" in former
+    assert "200 epochs of an earlier recipe `imagenette`: kNN" in former
+    assert "50.5 ± 0.7 % with MoCo v2+ with small views" in former
     for rival in ("xmoco+", "mocov2plus"):
         gone = add(rival, 52, 53, day=6, recipe="mine.yaml", recipe_digest="gone")
-    assert "An earlier recipe `mine.yaml`: after" in gone
+    assert "200 epochs of an earlier recipe `mine.yaml`: kNN" in gone
 
 
 def test_the_headline_tells_of_the_newest_long_run(pages: Any, place: Any) -> None:
@@ -452,9 +553,9 @@ def test_the_headline_tells_of_the_newest_long_run(pages: Any, place: Any) -> No
     run("batch=8", 1, at96=98, at160=99)
     run("", 3, "mocov2plus", at96=98, at160=99)
     text = pages.front.headline(place)
-    assert "After 800 epochs of photographs, trained in 4.0 min, a vote of the 20 nearest" in text
-    assert "names 89.0 % rightly with XMoCo+ (one seed (0); images re-encoded as JPEG of" in text
-    assert "quality 9 and shown at 160 px)." in text
+    assert "- Imagenette, 800 epochs: kNN top-1 (k = 20) of 89.0 % with XMoCo+ (one seed" in text
+    assert "(0); images re-encoded as JPEG of quality 9; evaluated at 160 px; training" in text
+    assert "training time 4.0 min)." in text
 
 
 def test_a_figure_of_fewer_seeds_than_its_row_says_so(pages: Any, place: Any) -> None:
@@ -518,21 +619,23 @@ def test_speeds_stand_beside_the_best_baseline_and_above_their_stages(
     text = pages.speed.speed_tables(place)
     assert text.startswith("### ResNet-18, CIFAR-10, 32 px\n")
     assert rows_of(text) == [
-        "|  | precision | images/s | × best baseline | GPU memory | waiting |",
+        "| program | precision | images/s | × best baseline | GPU memory | waiting |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
         "| XMoCo | bf16 | 20,000 | 4.00 | 3.2 GiB | 1.2 % |",
-        "| lightly, its defaults | fp32 | 2,500 | 0.50 | 3.2 GiB | 1.2 % |",
-        "| lightly, at its best | bf16 | 5,000 | 1.00 | 3.2 GiB | 1.2 % |",
+        "| lightly, defaults | fp32 | 2,500 | 0.50 | 3.2 GiB | 1.2 % |",
+        "| lightly, tuned | bf16 | 5,000 | 1.00 | 3.2 GiB | 1.2 % |",
         "| MoCo v2+ | bf16 | 22,000 |  | 3.2 GiB | 1.2 % |",
-        "| stage of a step | XMoCo | MoCo v2+ |",
+        "| stage | XMoCo | MoCo v2+ |",
         "| --- | ---: | ---: |",
         "| images | 1.00 ms, 25 % | – |",
         "| views | 3.00 ms, 75 % | 2.00 ms, 100 % |",
     ]
-    assert "One seed (0); the median of 3 rounds / one round; CIFAR-10; batch 512; K 4,096;" in text
+    assert (
+        "One seed (0); the median of 3 rounds / one round; CIFAR-10; batch 512; K = 4,096;" in text
+    )
     row = rows_of(pages.front.speed_in_brief(place))[-1]
-    assert row.startswith("| ResNet-18, CIFAR-10, 32 px | ")
-    assert row.endswith("| 20,000 | 5,000 (lightly, at its best) | 4.00 | the median of 3 rounds |")
+    assert row.startswith("| ResNet-18, CIFAR-10, 32 px, K = 4,096 | ")
+    assert row.endswith("| 20,000 | 5,000 (lightly, tuned) | 4.00× | the median of 3 rounds |")
 
 
 def test_the_encoder_alone_is_shown_where_it_is_a_bound(pages: Any, place: Any) -> None:
@@ -540,9 +643,13 @@ def test_the_encoder_alone_is_shown_where_it_is_a_bound(pages: Any, place: Any) 
     append_records(file, [speed_record("xmoco", 200, 2.0), speed_record("encoder only", 100, 1.0)])
     assert "encoder" not in pages.speed.speed_tables(place)
     append_records(file, [speed_record("encoder only", 150, 1.5, graph=True)])
-    assert "| the encoder alone, compiled | bf16 | 150 |" in pages.speed.speed_tables(place)
+    assert "| encoder only, compiled (upper bound) | bf16 | 150 |" in pages.speed.speed_tables(
+        place
+    )
     append_records(file, [speed_record("encoder only", 300, 3.0)])
-    assert "| the encoder alone, compiled | bf16 | 300 |" in pages.speed.speed_tables(place)
+    assert "| encoder only, compiled (upper bound) | bf16 | 300 |" in pages.speed.speed_tables(
+        place
+    )
 
 
 def test_what_the_benchmark_measures_can_be_shown(
@@ -585,10 +692,10 @@ def test_what_became_of_faults_is_told(pages: Any, place: Any) -> None:
     ]
     append_records(place.results / "endurance.jsonl", grown)
     _, _, chaos_row, fuzz_row, endurance_row = pages.faults.faults_table(place).splitlines()
-    assert "400 steps with 60 faults of 1 kinds" in chaos_row
-    told = "0 tensors of the end differ; 1 checkpoints lost; 2 steps repeated that a checkpoint "
-    assert f"{told}held (7 that none held); 3 other problems" in chaos_row
-    assert "| 10,000 damaged or hostile inputs of 1 kinds | 4 tracebacks" in fuzz_row
+    assert "400 steps with 60 injected faults of 1 kinds" in chaos_row
+    told = "0 tensors differ at the end; 1 checkpoints lost; 2 steps repeated although "
+    assert f"{told}checkpointed (7 not yet checkpointed); 3 other problems" in chaos_row
+    assert "| 10,000 corrupted or malicious inputs of 1 kinds | 4 tracebacks" in fuzz_row
     assert "memory +1.2 %, files +0.0 %" in endurance_row
 
 
@@ -631,13 +738,36 @@ def test_a_question_tells_rows_apart_by_what_it_names(pages: Any, place: Any) ->
     append_records(place.results / "loss.jsonl", records)
     text = pages.plain.answer(place, pages.plain.QUESTIONS["loss"])
     assert rows_of(text) == [
-        "| launched | XMoCo | MoCo v2+ |",
+        "| mode | XMoCo | MoCo v2+ |",
         "| --- | ---: | ---: |",
         "| eager | 1.235 ms | – |",
         "| graph | 2.000 ms | 1.000 ms |",
     ]
-    assert "One seed (0); batch 512; bank length 4,096;" in text
+    assert "One seed (0); batch 512; K = 4,096;" in text
     assert pages.plain.other_tables(place) == ""
+
+
+def test_rows_of_the_loss_stand_in_the_order_of_their_banks(pages: Any, place: Any) -> None:
+    for launch in ("eager", "graph"):
+        for length in (65536, 4096):
+            facts = {"bank_length": length, "launch": launch}
+            told = Record("loss_ms", 1, "ms", "xmoco", "loss", facts, 0)
+            append_records(place.results / "loss.jsonl", [told])
+    rows = rows_of(pages.plain.answer(place, pages.plain.QUESTIONS["loss"]))[2:]
+    assert [row.split(" | ")[:2] for row in rows] == [
+        [f"| {length}", launch] for length in ("4,096", "65,536") for launch in ("eager", "graph")
+    ]
+
+
+def test_what_is_told_above_a_table_is_not_told_below(pages: Any, place: Any) -> None:
+    for operation in ("pooling", "queries and keys"):
+        facts = {"operation": operation, "shape": "2 × 4 px", "median_of": 5}
+        told = Record("encoders_ms", 1, "ms", "xmoco", "encoders", facts, 0)
+        append_records(place.results / "encoders.jsonl", [told])
+    text = pages.plain.answer(place, pages.plain.QUESTIONS["encoders"])
+    assert re.findall(r"\*\*(.*)\*\*", text) == ["Stem pooling", "Both encoders"]
+    assert text.count("One seed (0); shape 2 × 4 px; median of 5;") == 2
+    assert "operation" not in text
 
 
 def test_what_a_short_run_spends_besides_training_is_told(pages: Any, place: Any) -> None:
@@ -648,7 +778,7 @@ def test_what_a_short_run_spends_besides_training_is_told(pages: Any, place: Any
             found = Record(measure, seconds + more, "s", "xmoco", "a", facts | {"stage": stage}, 0)
             append_records(place.results / "startup.jsonl", [found])
     text = pages.plain.answer(place, pages.plain.QUESTIONS["startup"])
-    assert text.startswith("## How long does a short run take")
+    assert text.startswith("## Start-up time of short runs\n\nTwo runs, each in its own process")
     assert rows_of(text) == [
         "| stage | first run | later run |",
         "| --- | ---: | ---: |",

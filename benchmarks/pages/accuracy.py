@@ -14,9 +14,12 @@ from pathlib import Path
 import yaml
 
 from pages.common import (
+    NOTHING,
+    AnyRecord,
     Place,
     by_subject,
     by_work,
+    common_overrides,
     data,
     image_size,
     name_of,
@@ -59,10 +62,10 @@ QUARTERS = range(1, 5)
 """Of a training: what it had reached when each was over is shown."""
 
 METHODS_SAY = (
-    "All were trained on the embedded patterns for a few minutes each, to show that they learn: "
-    "so short a training does not tell which of them is the best on photographs. Some have "
-    "settings of their own for so few steps; those of ReSSL were changed after a first try that "
-    "learned nothing. `supervised` was told the classes."
+    "Every method was trained on the built-in patterns for a few minutes, to check that it learns. "
+    "Runs this short do not show how methods rank on photographs. Some have settings adapted to so "
+    "few steps; those of ReSSL were changed after a first run failed to learn. `supervised` was "
+    "trained with the class labels."
 )
 
 
@@ -84,7 +87,7 @@ def learning_table(place: Place, file: Path, records: Sequence[Knn]) -> str:
         size = "" if one_size else f", {record.protocol.size} px"
         rows.append([f"{backbone_name(record)}{size}", percentage(record)])
     return section(
-        markdown_table(["features of", "kNN top-1"], "lr", rows),
+        markdown_table(["features", "kNN top-1"], "lr", rows),
         times_told(records, last),
         circumstances(records, *NEIGHBOUR_FACTS),
         place.link(file),
@@ -113,7 +116,7 @@ def times_told(records: Sequence[Knn], last: int) -> str:
         return ""
     times = ", ".join(f"{name} {seconds:,.0f} s" for name, seconds in took.items())
     every = next(filter(None, map(kept_watch, records)), "")
-    return f"Time of training: {times}{every}."
+    return f"Training time: {times}{every}."
 
 
 def kept_watch(record: Knn) -> str:
@@ -121,7 +124,7 @@ def kept_watch(record: Knn) -> str:
     every = settings.get("monitor", {}).get("knn_every")
     if every is None:
         return ""
-    return f", with kNN every {'epoch' if every == 1 else f'{every} epochs'}"
+    return f", including kNN every {'epoch' if every == 1 else f'{every} epochs'}"
 
 
 def methods_table(place: Place) -> str:
@@ -135,11 +138,14 @@ def methods_table(place: Place) -> str:
                 if before.subject == UNTRAINED != after.subject:
                     pairs[after.subject] = before, after
             ranked = sorted(pairs.values(), key=lambda pair: -pair[1].value)
-            rows = [[backbone_name(r), percentage(start), percentage(r)] for start, r in ranked]
-            table = markdown_table(["method", "kNN before", "and after"], "lrr", rows)
+            alike = len({r.protocol.epoch for _, r in ranked}) == 1
+            rows = [[(name_of if alike else backbone_name)(r), percentage(r)] for _, r in ranked]
+            trained = f", {epochs_of(ranked[0][1])}" if alike and ranked else ""
+            starts = " or ".join(sorted({percentage(start) for start, _ in ranked}))
             told = circumstances([r for pair in ranked for r in pair], *NEIGHBOUR_FACTS)
-            tables.append(section(table, told, place.link(file)))
-    return "\n\n".join(["## How do the methods compare?", METHODS_SAY, *tables] if tables else [])
+            table = markdown_table(["method", f"kNN top-1{trained}"], "lr", rows)
+            tables.append(section(table, f"Untrained: {starts}.", told, place.link(file)))
+    return "\n\n".join(["## Sanity check of all methods", METHODS_SAY, *tables] if tables else [])
 
 
 def mean(records: Sequence[Record]) -> float:
@@ -202,12 +208,23 @@ class ProtocolGrid:
         ]
         return markdown_table([heading, *columns], "l" + "r" * len(columns), lines)
 
+    def transposed(self, heading: str, words: Mapping[str, str]) -> str:
+        """A row for every backbone, a column for every protocol: where these are few."""
+        rows = dict.fromkeys(map(self.column, sorted(self.shown, key=place_of_backbone)))
+        columns = dict.fromkeys(map(self.row, sorted(self.shown, key=place_of_protocol)))
+        lines = [
+            [name, *(percentage(self.cells.get((column, name))) for column in columns)]
+            for name in rows
+        ]
+        headings = [heading, *(words[column] for column in columns)]
+        return markdown_table(headings, "l" + "r" * len(columns), lines)
+
 
 def protocol_name(record: Judged) -> str:
     """As it stands in the table; nothing if it does not."""
     match record.measure, record.protocol:
         case _, KnnProtocol(k=k):
-            return f"kNN, k {k}" if k in NEIGHBOURS else ""
+            return f"kNN (k = {k})" if k in NEIGHBOURS else ""
         case "finetune_top1", ClassifierProtocol(name=name, label_fraction=fraction):
             return f"{name}, {100 * fraction:g} % of the labels"
         case _, TransferProtocol(set=images, metric=metric, name=name):
@@ -252,6 +269,87 @@ def changed_recipes_table(place: Place) -> str:
     return "\n\n".join(tables)
 
 
+CHOSEN_BY = {"knn_top1": "kNN (k = {knn_k})", "logistic_top1": "logistic regression"}
+"""The measures by which settings were chosen, on held-out images."""
+WEIGHTS = {"9f8cd0": "rate 0.12", "ca4950": "rate 0.06"}
+"""By their digests: the two runs of 200 epochs among the trials, as kNN at the size of their crops
+shows, which is the same."""
+
+
+def eval_size_table(place: Place) -> str:
+    """A row for every size of images, a column for every measure and weights; the best are bold."""
+    tables = []
+    for file in place.files("eval-size.jsonl"):
+        records = last_of_each(
+            read_records(file, AnyRecord, {"knn_top1", "logistic_top1"}),
+            lambda r: (r.measure, weights_of(r), r.protocol["size"]),
+        )
+        sizes = sorted({record.protocol["size"] for record in records})
+        order = {name: number for number, name in enumerate(WEIGHTS.values())}
+        records.sort(key=lambda r: (r.measure, order.get(weights_of(r), len(order))))
+        columns = grouped(records, lambda r: (r.measure, weights_of(r)))
+        lines = [[f"{size} px", *(best_bold(own, size) for own in columns)] for size in sizes]
+        headings = [
+            f"{CHOSEN_BY[own[0].measure]}, {weights_of(own[0])}".format(**own[0].protocol)
+            for own in columns
+        ]
+        table = markdown_table(["evaluated at", *headings], "r" * (1 + len(headings)), lines)
+        told = circumstances(
+            records,
+            lambda r: f"{r.protocol['data']}: {r.protocol['split']}",
+            lambda r: f"{r.protocol['backbone']}, {r.protocol['epoch']} epochs",
+            lambda r: f"trained on crops of {r.protocol['trained_size']} px",
+        )
+        tables.append(section(table, told, place.link(file)))
+    return "\n\n".join(tables)
+
+
+def weights_of(record: AnyRecord) -> str:
+    digest = str(record.protocol["digest"])[:6]
+    return WEIGHTS.get(digest, f"weights {digest}")
+
+
+def best_bold(records: Sequence[AnyRecord], size: int) -> str:
+    """What was reached at this size, bold if it is the best of all sizes."""
+    best = max(percentage(record) for record in records)
+    for record in records:
+        if record.protocol["size"] == size:
+            return f"**{best}**" if percentage(record) == best else percentage(record)
+    return NOTHING
+
+
+def tuning_tables(place: Place) -> str:
+    """Trials of settings: the best last measure first, without the overrides that all have."""
+    tables = []
+    for file in place.files("tuning.jsonl"):
+        records = read_records(file, AnyRecord, {"knn_top1", "logistic_top1"})
+        for alike in grouped(
+            records, lambda r: tuple(map(r.protocol.get, ("epochs", "recipe", "data")))
+        ):
+            facts = alike[0].protocol
+            lead = f"**{facts['epochs']} epochs; recipe {facts['recipe']}; {facts['data']}**"
+            tables += [lead, tuning_table(place, file, alike)]
+    return "\n\n".join(tables)
+
+
+def tuning_table(place: Place, file: Path, records: Sequence[AnyRecord]) -> str:
+    cells = {(r.protocol["changes"], r.measure): r for r in records}
+    trials = list(dict.fromkeys(changes for changes, _ in cells))
+    shared, own = common_overrides(trials)
+    rows = [
+        [own[trial] or NOTHING, *(percentage(cells.get((trial, name))) for name in CHOSEN_BY)]
+        for trial in trials
+    ]
+    rows.sort(key=lambda row: row[-1], reverse=True)
+    headings = [words.format(**records[0].protocol) for words in CHOSEN_BY.values()]
+    return section(
+        markdown_table(["overrides", *headings], "lrr", rows),
+        shared,
+        circumstances(records, lambda r: r.protocol["split"]),
+        place.link(file),
+    )
+
+
 def backbone_name(record: Judged) -> str:
     return f"{name_of(record)}, {epochs_of(record)}" if record.protocol.epoch else name_of(record)
 
@@ -272,9 +370,9 @@ def crop_size(record: Judged) -> str | None:
 def judged_by_neighbours(record: Knn) -> str:
     protocol = record.protocol
     if protocol.split == "leave one out":
-        return f"each of {protocol.judged_images:,} images judged by all others"
+        return f"leave-one-out on {protocol.judged_images:,} images"
     return (
-        f"{protocol.judged_images:,} {protocol.split} images judged by "
+        f"{protocol.judged_images:,} {protocol.split} images, kNN among "
         f"{protocol.bank_images:,} training images"
     )
 
@@ -284,7 +382,7 @@ def judged_on(record: Judged) -> str:
 
 
 def votes(record: Knn) -> str:
-    return f"k {record.protocol.k}, temperature {record.protocol.temperature}"
+    return f"k = {record.protocol.k}, temperature {record.protocol.temperature}"
 
 
 NEIGHBOUR_FACTS = (data, judged_by_neighbours, votes, image_size)

@@ -23,14 +23,14 @@ def scaling_tables(place: Place) -> str:
         clusters = [record for record in records if record.measure == PREDICTED]
         if measured:
             table = markdown_table(
-                ["", "scaling", "batch", "step", "predicted", "sent a step and process"],
+                ["", "scaling", "batch", "step time", "predicted", "sent per step and process"],
                 "llrrrr",
                 [measured_row(record) for record in measured],
             )
             parts.append(section(table, source(place, file, measured)))
         if clusters:
             table = markdown_table(
-                ["predicted", "scaling", "batch", "step", "of ideal", "images/s", "sent"],
+                ["prediction", "scaling", "batch", "step time", "efficiency", "images/s", "sent"],
                 "llrrrrr",
                 [predicted_row(record) for record in clusters],
             )
@@ -77,7 +77,7 @@ def shards_table(place: Place) -> str:
         rows = grouped(records, lambda r: (r.protocol["images"], r.subject))
         rows.sort(key=lambda own: (own[0].protocol["images"], own[0].subject != FILES))
         table = markdown_table(
-            ["images", "in", "index built in", "its memory", "read", "beside files"],
+            ["images", "storage", "index build time", "index memory", "throughput", "vs files"],
             "rlrrrr",
             [shards_row(own) for own in rows],
         )

@@ -1,12 +1,13 @@
 """What is told of records on a page: what is called how, and where it is found."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from xmoco.demo import NAMES
 from xmoco.records import Measured
-from xmoco.report.circumstances import Fact, Record
+from xmoco.report.circumstances import Fact, Record, threads_told
 from xmoco.report.tables import METHOD_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -14,16 +15,19 @@ ROOT = Path(__file__).resolve().parents[2]
 AnyRecord = Measured[dict[str, Any]]
 
 NOTHING = "–"
+NO_CHANGES = "none"
+"""What the records of benchmarks/tune.py have for a recipe as it is."""
 SUBJECTS = {
     **METHOD_NAMES,
     **NAMES,
     "supervised": "supervised",
-    "xmoco, K 65,536": "XMoCo, K 65,536",
+    "mocov2plus (again)": "MoCo v2+, repeated",
+    "xmoco, K 65,536": "XMoCo, K = 65,536",
     "xmoco (plain)": "XMoCo, plain PyTorch",
-    "encoder only": "the encoder alone, compiled",
-    "lightly": "lightly, at its best",
-    "lightly, compiled": "lightly, at its best and compiled",
-    "lightly (its defaults)": "lightly, its defaults",
+    "encoder only": "encoder only, compiled (upper bound)",
+    "lightly": "lightly, tuned",
+    "lightly, compiled": "lightly, tuned and compiled",
+    "lightly (its defaults)": "lightly, defaults",
 }
 
 
@@ -59,13 +63,24 @@ def percentage(record: Record | None) -> str:
     return NOTHING if record is None else f"{record.value:.1f} {record.unit}"
 
 
+def common_overrides(trials: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """What the overrides of all trials have in common, as a sentence, and what each has besides."""
+    parts = {trial: [] if trial == NO_CHANGES else trial.split() for trial in trials}
+    shared = [
+        part for part in next(iter(parts.values()), []) if all(part in p for p in parts.values())
+    ]
+    own = {trial: " ".join(p for p in some if p not in shared) for trial, some in parts.items()}
+    told = f"All have `{' '.join(shared)}`." if shared else ""
+    return told, {trial: f"`{words}`" if words else "" for trial, words in own.items()}
+
+
 def name_of(record: Record) -> str:
     return SUBJECTS.get(record.subject, record.subject)
 
 
 def device(record: Record) -> str:
     """What did the computing, in short."""
-    processor = f"{record.machine['processor']}, {record.machine['threads']} threads"
+    processor = f"{record.machine['processor']}, {threads_told([record.machine['threads']])}"
     return ", ".join(record.machine.get("gpus", [])) or processor
 
 
@@ -85,4 +100,4 @@ def data(record: Record) -> str:
 
 
 image_size = setting("size", "images of {} px")
-WORK_FACTS = (data, setting("batch", "batch {}"), setting("bank_length", "K {:,}"), image_size)
+WORK_FACTS = (data, setting("batch", "batch {}"), setting("bank_length", "K = {:,}"), image_size)

@@ -1,13 +1,17 @@
 """Entries × seeds side by side, and the paper's tables: means over seeds with their deviation."""
 
+import math
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from pages.common import (
     NOTHING,
     AnyRecord,
     Place,
+    common_overrides,
     name_of,
 )
 from xmoco.records import (
@@ -25,30 +29,53 @@ from xmoco.tables.definition import read_table, table_names
 from xmoco.tables.drawing import Filled, fill, groups_of, markdown, notes
 
 COMPARED_SAY = (
-    "Each entry is a recipe with changes, trained with as many seeds as its row says; ± is the "
-    "standard deviation over them. A single seed tells little."
+    "Each row is a recipe with the given overrides; ± is the standard deviation over seeds. Rows "
+    "with a single seed are not conclusive."
+)
+TRIED_SAY = (
+    "The same on images held out of the training set, by which settings are chosen; no test image "
+    "was used."
 )
 
 
 def comparison_tables(place: Place) -> str:
-    """Entries of benchmarks/compare.py, on test images or on ones held out."""
+    """Entries of benchmarks/compare.py: on test images, and on ones held out."""
+    parts = []
+    for heading, says, pattern in (
+        ("## Comparisons on test images", COMPARED_SAY, "compare-*.jsonl"),
+        ("## Tuning trials on held-out images", TRIED_SAY, "trials-*.jsonl"),
+    ):
+        tables = [table for file in place.files(pattern) for table in tables_of(place, file)]
+        parts += [heading, says, *tables] if tables else []
+    return "\n\n".join(parts)
+
+
+def tables_of(place: Place, file: Path) -> list[str]:
+    """Each with a line above it."""
     tables = []
-    for file in [*place.files("compare-*.jsonl"), *place.files("trials-*.jsonl")]:
-        records = [r for r in read_records(file, AnyRecord) if not chosen_by_test_images(r)]
-        for alike in grouped(records, in_one_table):
-            work, split, recipe = in_one_table(alike[0])
-            sizes = {record.protocol["size"] for record in alike}
-            size = f"at {sizes.pop()} px " if len(sizes) == 1 else ""
-            judged = JUDGED_ON.get(split, "images " + split)
-            lead = f"**{work}, judged {size}on {judged}; recipe {recipe}**"
-            tables += [lead, comparison_table(place, file, alike)]
-    heading = "## How do settings compare, over seeds?"
-    return "\n\n".join([heading, COMPARED_SAY, *tables] if tables else [])
+    records = [r for r in read_records(file, AnyRecord) if not chosen_by_test_images(r)]
+    for alike in grouped(records, in_one_table):
+        work, split, recipe = in_one_table(alike[0])
+        sizes = {record.protocol["size"] for record in alike}
+        size = f"at {sizes.pop()} px " if len(sizes) == 1 else ""
+        judged = JUDGED_ON.get(split, "images " + split)
+        lead = f"**{work_named(work)}, evaluated {size}on {judged}; recipe {recipe}**"
+        tables += [lead, comparison_table(place, file, alike)]
+    return tables
+
+
+def work_named(work: str) -> str:
+    """``pets-resnet18-9ep`` in words."""
+    parts = re.fullmatch(r"(.+)-(resnet\d+|tiny)-(\d+)ep", work)
+    if parts is None:
+        return work
+    data, backbone, epochs = parts.groups()
+    return f"`{data}`, {backbone.replace('resnet', 'ResNet-')}, {epochs} epochs"
 
 
 PAPER_TABLES_SAY = (
-    "The paper's tables at a scale that one GPU allows, by [`xmoco tables`](tables.md). Images and "
-    "backbones are others than the paper's, so that orders and trends compare, not values."
+    "The paper's tables at the scale of one GPU, made with [`xmoco tables`](tables.md). Images and "
+    "backbones differ from the paper's: compare rankings and trends, not absolute values."
 )
 
 
@@ -66,9 +93,9 @@ def paper_tables(place: Place) -> str:
                     parts += paper_table(place, file, filled)
         former = [r for r in records if id(r) not in shown and r.measure.endswith("_top1")]
         for alike in grouped(former, lambda r: (r.work, r.protocol["split"], r.protocol["size"])):
-            parts.append(f"**With settings of former days: {alike[0].work}**")
+            parts.append(f"**With earlier settings: {alike[0].work}**")
             parts.append(comparison_table(place, file, alike))
-    heading = "## What becomes of the paper's tables?"
+    heading = "## The paper's tables at small scale"
     return "\n\n".join([heading, PAPER_TABLES_SAY, *parts] if parts else [])
 
 
@@ -84,7 +111,7 @@ def paper_table(place: Place, file: Path, filled: Filled) -> list[str]:
 
 JUDGED_ON = {
     "test": "test images",
-    "validation, held out of the training images": "images held out of the training set",
+    "validation, held out of the training images": "held-out training images",
 }
 
 
@@ -101,42 +128,79 @@ def compared_with(record: AnyRecord) -> tuple[str, str, str, int]:
 def comparison_table(place: Place, file: Path, records: Sequence[AnyRecord]) -> str:
     """A row for every entry and size of images, with the changes that not all have; a column for
     every measure."""
+    several_seeds = len({record.seed for record in records}) > 1
     several_sizes = len({record.protocol["size"] for record in records}) > 1
-    changes = [record.protocol["changes"].split() for record in records]
-    shared = [change for change in changes[0] if all(change in others for others in changes)]
+    common, own = common_overrides([record.protocol["changes"] for record in records])
     columns = dict.fromkeys(map(measured_by, records))
     rows = []
     entries = grouped(records, lambda r: (r.subject, r.protocol["changes"], r.protocol["size"]))
+    if not several_sizes:
+        entries.sort(key=lambda entry: mean_of(entry, next(iter(columns))), reverse=True)
+    times = [time for entry in entries if (time := training_time(entry)) is not None]
     for entry in entries:
         facts = entry[0].protocol
-        own = [change for change in facts["changes"].split() if change not in shared]
         size = f"{facts['size']} px" if several_sizes else ""
         seeds_of = {record.seed for record in entry}
         cells = [
             of_so_many([record for record in entry if measured_by(record) == column], len(seeds_of))
             for column in columns
         ]
-        changed = f"`{' '.join(own)}`" if own else ""
         time = training_time(entry)
-        rows.append([name_of(entry[0]), changed, time, size, *cells, str(len(seeds_of))])
-    headings = ["entry", "changes", "training", "judged at", *columns, "seeds"]
+        seeds = str(len(seeds_of)) if several_seeds else ""
+        marked = "" if time is None else time.marked
+        rows.append([name_of(entry[0]), own[facts["changes"]], marked, size, *cells, seeds])
+    headings = ["method", "overrides", "training time", "evaluated at", *columns, "seeds"]
     table = markdown_table(headings, "llrr" + "r" * (len(columns) + 1), rows)
-    common = f"All have `{' '.join(shared)}`." if shared else ""
-    return section(table, common, circumstances(records), place.link(file))
+    return section(table, marks_told(times), common, circumstances(records), place.link(file))
 
 
-def training_time(records: Sequence[AnyRecord]) -> str:
-    """In minutes, of runs that had the GPU to themselves, if any; of others it is said that they
-    shared it, or were judged on the way."""
+class TrainingTime(NamedTuple):
+    minutes: float
+    sharing: int | None
+    """How many runs shared the GPU, if it had to be shared."""
+    watched: bool
+    """Whether the time includes evaluations."""
+
+    def __str__(self) -> str:
+        shared = "" if self.sharing is None else f" with {self.sharing} runs sharing the GPU"
+        return f"{self.minutes:.1f} min{shared}{' including evaluations' * self.watched}"
+
+    @property
+    def marked(self) -> str:
+        """For a column, which has no room for the words: they stand below the table."""
+        return f"{self.minutes:.1f} min{'†' * (self.sharing is not None)}{'‡' * self.watched}"
+
+
+def training_time(records: Sequence[AnyRecord]) -> TrainingTime | None:
+    """The mean over runs that had the GPU to themselves, if any, or else over those that shared
+    it."""
     runs = [r for r in last_of_each(records, lambda r: r.seed) if "train_seconds" in r.protocol]
     if not runs:
-        return ""
+        return None
     alone = [record for record in runs if "runs_at_once" not in record.protocol]
     minutes = [record.protocol["train_seconds"] / 60 for record in alone or runs]
     together = max(record.protocol.get("runs_at_once", 1) for record in runs)
-    shared = "" if alone else f", {together} at once"
-    watched = ", watched" if any("watched_every" in record.protocol for record in runs) else ""
-    return f"{statistics.fmean(minutes):.1f} min{shared}{watched}"
+    watched = any("watched_every" in record.protocol for record in runs)
+    return TrainingTime(statistics.fmean(minutes), None if alone else together, watched)
+
+
+def marks_told(times: Sequence[TrainingTime]) -> str:
+    sharing = " / ".join(str(n) for n in dict.fromkeys(time.sharing for time in times) if n)
+    return " ".join(
+        filter(
+            None,
+            (
+                f"† {sharing} runs shared the GPU." if sharing else "",
+                "‡ Including evaluations during training." if any(t.watched for t in times) else "",
+            ),
+        )
+    )
+
+
+def mean_of(entry: Sequence[AnyRecord], column: str) -> float:
+    found = [record for record in entry if measured_by(record) == column]
+    values = [record.value for record in last_of_each(found, lambda r: r.seed)]
+    return statistics.fmean(values) if values else -math.inf
 
 
 def chosen_by_test_images(record: AnyRecord) -> bool:
@@ -146,11 +210,11 @@ def chosen_by_test_images(record: AnyRecord) -> bool:
 
 
 def measured_by(record: AnyRecord) -> str:
-    words = {"knn_top1": "kNN", "logistic_top1": "logistic", "linear_top1": "linear"}
+    words = {"knn_top1": "kNN", "logistic_top1": "logistic regr.", "linear_top1": "linear"}
     name, k = words.get(record.measure, record.measure), record.protocol.get("k")
     if record.measure == "logistic_top1" and "strength_chosen_on" not in record.protocol:
-        return f"{name}, best of {len(record.protocol['strengths'])} penalties"
-    return name + (f", k {k}" if k else "")
+        return f"{name}, best of {len(record.protocol['strengths'])} strengths on these images"
+    return name + (f" (k = {k})" if k else "")
 
 
 def over_seeds(records: Sequence[AnyRecord]) -> str:

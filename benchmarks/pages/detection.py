@@ -1,5 +1,5 @@
 """Tables of what detectors reached on several backbones: the mean over seeds, and its deviation;
-of what they learn by heart; and of how long it takes to judge what they found.
+of those that overfit a few images; and of how long it takes to evaluate what they found.
 """
 
 import statistics
@@ -20,10 +20,16 @@ from xmoco.report.circumstances import (
 
 Detected = Measured[DetectionProtocol]
 COLUMNS = {
-    f"{kind}_{measure}": f"{name}, {what}"
-    for kind, what in (("box", "boxes"), ("mask", "masks"))
+    f"{kind}_{measure}": f"{kind} {name}"
+    for kind in ("box", "mask")
     for measure, name in (("ap", "AP"), ("ap50", "AP50"), ("ap75", "AP75"))
 }
+FACTS: Sequence[Fact] = (
+    lambda r: f"{r.protocol.train_images:,} training images",
+    lambda r: f"{r.protocol.judged_images:,} evaluated, shorter side {r.protocol.size} px",
+    lambda r: f"batch {r.protocol.batch}",
+    lambda r: f"metric {r.protocol.metric}",
+)
 JUDGES = {"xmoco": "xmoco, by hotcoco", "pycocotools": "pycocotools"}
 """By the subjects of records."""
 
@@ -34,31 +40,52 @@ def detection_tables(place: Place, pattern: str = "detect.jsonl") -> str:
     for file in place.files(pattern):
         records = read_records(file, Detected, COLUMNS)
         for alike in grouped(records, compared_with):
-            tables += [title(alike[0]), table(place, file, alike, "backbone", backbone)]
+            tables += [title(alike[0]), table(place, file, alike)]
     return "\n\n".join(tables)
+
+
+OVERFIT_HEADING = "## Sanity check: overfitting a few images"
+OVERFIT_SAYS = (
+    "Every detector is trained from scratch on a few images of Penn-Fudan and evaluated on the "
+    "same images, so its AP should approach 100. This checks the implementation; it says nothing "
+    "about the quality of a backbone."
+)
 
 
 def overfit_tables(place: Place, pattern: str = "detect-overfit.jsonl") -> str:
-    """What detectors know by heart: one for those of boxes, one for those of masks as well, which
-    have more columns; rows by detector."""
+    """A row for every measure, a column for every detector: those of boxes have no masks."""
     tables = []
     for file in place.files(pattern):
-        records = read_records(file, Detected, COLUMNS)
-        for alike in grouped(records, learnt_with):
-            first = alike[0]
-            lead = f"**The same images learnt and judged: {first.work}, {first.protocol.schedule}**"
-            tables += [lead, table(place, file, alike, "detector", detector)]
-    return "\n\n".join(tables)
+        for alike in grouped(read_records(file, Detected, COLUMNS), learnt_with):
+            protocol = alike[0].protocol
+            lead = f"**{protocol.train_images} images, {protocol.schedule}**"
+            tables += [lead, by_detector(place, file, alike)]
+    return "\n\n".join([OVERFIT_HEADING, OVERFIT_SAYS, *tables] if tables else [])
 
 
 def learnt_with(record: Detected) -> tuple[object, ...]:
     protocol = record.protocol
     told = (protocol.data, protocol.steps, protocol.size, protocol.batch, protocol.metric)
-    return (DESIGNS[protocol.model].masks, record.subject, record.work, *told)
+    return (record.subject, record.work, protocol.train_images, *told)
 
 
-def detector(record: Detected) -> str:
-    return DESIGNS[record.protocol.model].title
+def by_detector(place: Place, file: Path, records: Sequence[Detected]) -> str:
+    last = last_of_each(records, lambda r: (r.protocol.model, r.measure, r.seed))
+    models = [own[0].protocol.model for own in grouped(last, lambda r: r.protocol.model)]
+    models.sort(key=lambda model: DESIGNS[model].masks)
+    values = {key(own[0]): [r.value for r in own] for own in grouped(last, key)}
+    rows = [
+        [name, *(cell(values.get((measure, model), [])) for model in models)]
+        for measure, name in COLUMNS.items()
+        if any((measure, model) in values for model in models)
+    ]
+    headings = ["", *(DESIGNS[model].title for model in models)]
+    table = markdown_table(headings, "l" + "r" * len(models), rows)
+    return section(table, circumstances(last, *FACTS), place.link(file))
+
+
+def key(record: Detected) -> tuple[str, str]:
+    return record.measure, record.protocol.model
 
 
 def compared_with(record: Detected) -> tuple[object, ...]:
@@ -72,8 +99,8 @@ def title(record: Detected) -> str:
     return f"**{DESIGNS[protocol.model].title}, {record.work}, {protocol.schedule}**"
 
 
-def table(place: Place, file: Path, records: Sequence[Detected], heading: str, name: Fact) -> str:
-    """``name`` is of a row, and ``heading`` stands above it."""
+def table(place: Place, file: Path, records: Sequence[Detected]) -> str:
+    """A row for every backbone, a column for every measure."""
 
     def row(record: Detected) -> tuple[str, ...]:
         return record.subject, record.protocol.digest, record.protocol.model
@@ -82,23 +109,17 @@ def table(place: Place, file: Path, records: Sequence[Detected], heading: str, n
     rows = []
     for own in grouped(last, row):
         cells = [cell([r.value for r in own if r.measure == measure]) for measure in COLUMNS]
-        rows.append([name(own[0]) or "", *cells])
+        rows.append([backbone(own[0]), *cells])
     there = {record.measure for record in last}
     kept = [0, *(n for n, measure in enumerate(COLUMNS, start=1) if measure in there)]
-    headings = [heading, *COLUMNS.values()]
+    headings = ["backbone", *COLUMNS.values()]
     return section(
         markdown_table(
             [headings[n] for n in kept],
             "l" + "r" * (len(kept) - 1),
             [[row[n] for n in kept] for row in rows],
         ),
-        circumstances(
-            last,
-            lambda r: f"{r.protocol.train_images:,} training images",
-            lambda r: f"{r.protocol.judged_images:,} judged, shorter side {r.protocol.size} px",
-            lambda r: f"batch {r.protocol.batch}",
-            lambda r: f"metric {r.protocol.metric}",
-        ),
+        circumstances(last, *FACTS),
         place.link(file),
     )
 
@@ -126,7 +147,7 @@ def judging_tables(place: Place, pattern: str = "detect-metrics.jsonl") -> str:
                 [JUDGES[r.subject], f"{r.value:#.3g} {r.unit}", str(r.protocol["rounds"])]
                 for r in last
             ]
-            text = markdown_table(["judged by", "median time", "rounds"], "lrr", rows)
+            text = markdown_table(["evaluated by", "median time", "rounds"], "lrr", rows)
             tables += [
                 f"**{judged(last[0])}**",
                 section(text, circumstances(last), place.link(file)),

@@ -7,7 +7,7 @@ from xmoco.report.circumstances import last_of_each, markdown_table
 
 def faults_table(place: Place) -> str:
     rows = [row for row in (_chaos(place), _fuzz(place), _endurance(place)) if row]
-    headings = ["what was tried", "what came of it", "on what"]
+    headings = ["test", "outcome", "machine"]
     return markdown_table(headings, "lll", rows) if rows else ""
 
 
@@ -27,13 +27,13 @@ def _chaos(place: Place) -> list[str] | None:
     )
     facts = problems.protocol
     tried = (
-        f"a run of {facts['steps']:,} steps with {facts['faults']} faults of "
-        f"{len(facts['kinds'])} kinds, resumed after each, beside the undisturbed run"
+        f"a run of {facts['steps']:,} steps with {facts['faults']} injected faults of "
+        f"{len(facts['kinds'])} kinds, resumed after each, compared with an undisturbed run"
     )
     came = (
-        f"{differing.value:g} tensors of the end differ; {lost.value:g} checkpoints lost; "
-        f"{repeated.value:g} steps repeated that a checkpoint held "
-        f"({facts['steps_taken_again']} that none held); {problems.value:g} other problems"
+        f"{differing.value:g} tensors differ at the end; {lost.value:g} checkpoints lost; "
+        f"{repeated.value:g} steps repeated although checkpointed "
+        f"({facts['steps_taken_again']} not yet checkpointed); {problems.value:g} other problems"
     )
     return [tried, came, _circumstances(place, "chaos.jsonl", problems)]
 
@@ -41,11 +41,11 @@ def _chaos(place: Place) -> list[str] | None:
 def _fuzz(place: Place) -> list[str] | None:
     for record in _last(place, "fuzz.jsonl"):
         facts = record.protocol
-        tried = f"{facts['cases']:,} damaged or hostile inputs of {len(facts['kinds'])} kinds"
+        tried = f"{facts['cases']:,} corrupted or malicious inputs of {len(facts['kinds'])} kinds"
         came = (
-            f"{record.value:g} tracebacks, hangs, crashes, programs started or files written "
-            f"elsewhere; {facts['refused']:,} were refused with a sentence; the slowest took "
-            f"{facts['slowest_seconds']:.0f} s, the largest {facts['most_memory_gib']:.1f} GiB"
+            f"{record.value:g} tracebacks, hangs, crashes, programs started or stray files "
+            f"written; {facts['refused']:,} rejected with an error message; at most "
+            f"{facts['slowest_seconds']:.0f} s and {facts['most_memory_gib']:.1f} GiB each"
         )
         return [tried, came, _circumstances(place, "fuzz.jsonl", record)]
     return None
@@ -57,7 +57,7 @@ def _endurance(place: Place) -> list[str] | None:
         return None
     facts = last[0].protocol
     grown = ", ".join(f"{record.protocol['what']} {record.value:+.1f} %" for record in last)
-    tried = f"{facts['steps']:,} steps; what is held in the second and in the last tenth"
+    tried = f"a run of {facts['steps']:,} steps: growth from its second to its last tenth"
     return [tried, grown, _circumstances(place, "endurance.jsonl", last[0])]
 
 

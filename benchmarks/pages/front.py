@@ -29,9 +29,9 @@ from xmoco.report.circumstances import (
 from xmoco.settings import load_config, recipe_names
 
 IN_BRIEF = {
-    "kNN, k 200": "kNN",
-    "linear (MoCo)": "linear classifier",
-    "transfer to oxford-pets-128-q80, frozen, mean per class": "transfer to Oxford Pets",
+    "kNN (k = 200)": "kNN top-1 (k = 200)",
+    "linear (MoCo)": "linear top-1 (MoCo's protocol)",
+    "transfer to oxford-pets-128-q80, frozen, mean per class": "Oxford Pets 128 px, mean per class",
 }
 """The protocols of the front page, in its words."""
 HEADLINE = "linear (MoCo)"
@@ -42,9 +42,9 @@ def headline(place: Place) -> str:
     parts = photographs_headline(place), long_headline(place), small_images_headline(place)
     told = [*filter(None, parts)]
     lines = [f"- {line}" for line in told]
-    link = f"[docs/results.md]({place.up}docs/results.md) has the rest."
+    link = f"All results are in [docs/results.md]({place.up}docs/results.md)."
     return "\n".join(
-        ["**Measured**, on one GPU and without a label:", "", *lines, "", link] if lines else []
+        ["**Results** on one GPU, trained without labels:", "", *lines, "", link] if lines else []
     )
 
 
@@ -107,23 +107,23 @@ def photographs_headline(place: Place) -> str:
     if len(entries) < 2:  # nobody to compare with
         return ""
     entries.sort(key=mean, reverse=True)
-    told = [f"with {name_of(entry[0])} {over_seeds(entry)}" for entry in entries]
+    told = [f"{over_seeds(entry)} with {name_of(entry[0])}" for entry in entries]
     facts = entries[0][0].protocol
     shown = {the_entry(entry[0]) for entry in entries}
     weak = all(s["method"].get("weak_keys") for s in settings_of(place, shown))
-    keys = f"; all with keys of [weak views]({place.up}docs/methods.md)" if weak else ""
+    keys = f"; all with [weakly augmented keys]({place.up}docs/methods.md#xmoco)" if weak else ""
     trials = [
         r for f in place.files("trials-imagenette*.jsonl") for r in read_records(f, AnyRecord)
     ]
     tried = {entry[0].subject for entry in entries} <= {r.subject for r in trials}
-    found = "; each with settings of its own, found on images held out of the training set"
+    found = "; hyperparameters of each tuned on held-out training images"
     recipe = facts["recipe"]
     same = recipe in recipe_names() and digest(load_config(recipe)) == facts["recipe_digest"]
     return (
-        f"{'The' if same else 'An earlier'} recipe `{recipe}`: after {facts['epochs']} epochs of "
-        f"photographs, a vote of the {facts['k']} nearest neighbours names "
-        f"{', '.join(told)} of the test images rightly ({seeds(entries[0])}; images "
-        f"{recoded(entries[0][0].work)}shown at {facts['size']} px{found if tried else ''}{keys})."
+        f"Imagenette, {facts['epochs']} epochs of {'the' if same else 'an earlier'} recipe "
+        f"`{recipe}`: kNN top-1 (k = {facts['k']}) of {', '.join(told)} ({seeds(entries[0])}; "
+        f"{recoded(entries[0][0].work)}evaluated at {facts['size']} px"
+        f"{found if tried else ''}{keys})."
     )
 
 
@@ -142,12 +142,12 @@ def long_headline(place: Place) -> str:
     )
     if not newest:
         return ""
-    facts = newest[0].protocol
+    facts, time = newest[0].protocol, training_time(newest)
+    took = "" if time is None else f"; training time {time}"
     return (
-        f"After {LONG} epochs of photographs, trained in {training_time(newest)}, a vote of the "
-        f"{facts['k']} nearest neighbours names {over_seeds(newest)} rightly with "
-        f"{name_of(newest[0])} ({seeds(newest)}; images {recoded(newest[0].work)}shown at "
-        f"{facts['size']} px)."
+        f"Imagenette, {LONG} epochs: kNN top-1 (k = {facts['k']}) of {over_seeds(newest)} with "
+        f"{name_of(newest[0])} ({seeds(newest)}; {recoded(newest[0].work)}evaluated at "
+        f"{facts['size']} px{took})."
     )
 
 
@@ -162,26 +162,27 @@ def small_images_headline(place: Place) -> str:
     (size, first), *others = sorted(by_size.items(), reverse=True)
     beside = "".join(f", {record.value:.1f} % at {side} px" for side, record in others)
     return (
-        "The recipe `cifar10` trains a ResNet-18 in "
+        "CIFAR-10: the recipe `cifar10` trains a ResNet-18 in "
         f"{(runs[-1].protocol.run_seconds or 0) / 60:.0f} minutes on one "
-        f"{runs[-1].machine['gpus'][0]}. A linear classifier on top of it names "
-        f"{first.value:.1f} % of CIFAR-10's test images rightly ({seeds(ours)}; images "
-        f"{recoded(data(first))}shown at {size} px{beside})."
+        f"{runs[-1].machine['gpus'][0]}; linear top-1 (MoCo's protocol) is {first.value:.1f} % "
+        f"({seeds(ours)}; {recoded(data(first))}evaluated at {size} px{beside})."
     )
 
 
 def recoded(name: str) -> str:
     """Whether images were not the original ones: archives such as pets-q80.tar say so."""
+    if name.startswith("imagenette-resnet"):  # the archive's former name: docs/results.md
+        name = "imagenette-128-q75"
     quality = re.search(r"-q(\d+)\b", name)
-    return f"re-encoded as JPEG of quality {quality[1]} and " if quality else ""
+    return f"images re-encoded as JPEG of quality {quality[1]}; " if quality else ""
 
 
 def results_in_brief(place: Place) -> str:
     tables = []
     for file in place.files("protocols-cifar10*.jsonl"):
         records = [r for r in judged_records(file) if protocol_name(r) in IN_BRIEF]
-        table = ProtocolGrid(records).table("judged by", IN_BRIEF)
-        tables.append(section(table, sentence(f"each figure is of {seeds(records)}")))
+        table = ProtocolGrid(records).transposed("backbone", IN_BRIEF)
+        tables.append(section(table, sentence(f"all figures are from {seeds(records)}")))
     return "\n\n".join(tables)
 
 
@@ -197,13 +198,16 @@ def speed_in_brief(place: Place) -> str:
             best = max(others, key=lambda record: record.value)
             rows.append(
                 [
-                    WORKLOADS.get(best.work, best.work),
+                    f"{WORKLOADS.get(best.work, best.work)}, K = {ours[0].protocol.bank_length:,}",
                     device(best),
                     f"{ours[0].value:,.0f}",
                     f"{best.value:,.0f} ({name_of(best)})",
-                    f"{ours[0].protocol.times_baseline:.2f}",
+                    f"{ours[0].protocol.times_baseline:.2f}×",
                     number_of_rounds(ours[0]),
                 ]
             )
-    headings = ["training", "on", "xmoco, images/s", "best baseline, images/s", "times", "rests on"]
+    headings = [
+        *("workload", "device", "xmoco, images/s", "best baseline, images/s"),
+        *("speed-up", "measurement"),
+    ]
     return markdown_table(headings, "llrrrl", rows) if rows else ""

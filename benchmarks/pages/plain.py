@@ -29,8 +29,10 @@ class Question:
     """What tells rows apart: keys of the protocol, each with its heading."""
     words: Mapping[str, str] = field(default_factory=dict)
     """For measures and subjects whose names do not say it well."""
-    apart: tuple[str, ...] = ()
-    """Keys of the protocol whose values have tables of their own."""
+    apart: Mapping[str, str] = field(default_factory=dict)
+    """Keys of the protocol whose values have tables of their own, each with the words above it."""
+    ordered: bool = False
+    """Whether rows stand in the order of their values, not of their measurement."""
     lead: str = ""
     """Stands above the tables, if there are any."""
 
@@ -39,38 +41,45 @@ QUESTIONS = {
     "decode": Question(
         "decode.jsonl",
         words={
-            "decode_images_per_second": "decoded",
-            "xmoco": "processes read, the GPU decodes (what xmoco does)",
-            "xmoco (threads read)": "threads read, the GPU decodes",
-            "xmoco (threads decode)": "threads read and decode",
-            "xmoco (processes decode)": "processes read and decode (what xmoco does)",
+            "decode_images_per_second": "throughput",
+            "xmoco": "reading in processes, decoding on the GPU (xmoco)",
+            "xmoco (threads read)": "reading in threads, decoding on the GPU",
+            "xmoco (threads decode)": "reading and decoding in threads",
+            "xmoco (processes decode)": "reading and decoding in processes (xmoco)",
         },
-        apart=("files",),
+        apart={"files": "{}"},
     ),
     "views": Question(
         "views.jsonl",
         {"views": "views", "size": "px"},
-        {"views_ms": "Time of the device", "views_host_ms": "Time of the host"},
+        {"views_ms": "Device time", "views_host_ms": "Host time"},
     ),
     "norm": Question(
         "norm.jsonl",
         {"shape": "shape"},
-        {"cudnn": "plain, by cuDNN", "split": "split, plain PyTorch", "fused": "split, fused"},
+        {"cudnn": "plain (cuDNN)", "split": "split (PyTorch)", "fused": "split, fused (xmoco)"},
     ),
     "encoders": Question(
         "encoders.jsonl",
         {"shape": "images"},
-        {"xmoco (one stream)": "one after the other", "xmoco": "xmoco"},
-        apart=("operation",),
+        {
+            "xmoco (one stream)": "one stream",
+            "xmoco": "xmoco",
+            "convolution of the stem": "Stem convolution",
+            "pooling": "Stem pooling",
+            "queries and keys": "Both encoders",
+        },
+        apart={"operation": "{}"},
     ),
     "loss": Question(
         "loss.jsonl",
-        {"bank_length": "K", "launch": "launched"},
+        {"bank_length": "K", "launch": "mode"},
         {"loss_ms": "Time", "loss_gpu_memory": "GPU memory"},
+        ordered=True,
     ),
     "knn": Question(
         "knn.jsonl",
-        {"queries": "images judged", "bank_images": "training images"},
+        {"queries": "test images", "bank_images": "training images"},
         {"knn_seconds": "time", "knn_gpu_memory": "GPU memory"},
     ),
     "logistic": Question(
@@ -81,48 +90,36 @@ QUESTIONS = {
         "startup.jsonl",
         {"when": "when", "stage": "stage"},
         {"first_run_seconds": "first run", "later_run_seconds": "later run"},
-        apart=("recipe", "changes"),
-        lead="""## How long does a short run take besides training?
+        apart={"recipe": "recipe {}", "changes": "{}"},
+        lead="""## Start-up time of short runs
 
-Two runs, each in a process of its own: the first compiles its kernels, the second finds them
-compiled.""",
+Two runs, each in its own process: the first compiles the kernels, the second uses the compiled
+ones.""",
     ),
     "side-by-side": Question(
         "side-by-side.jsonl",
-        {"runs": "runs at once"},
-        {"images_per_second": "all together"},
-        apart=("recipe", "changes", "multi_process_service"),
-        lead="""## Do runs finish sooner side by side?
+        {"runs": "concurrent runs"},
+        {"images_per_second": "total throughput"},
+        apart={"recipe": "recipe {}", "changes": "{}", "multi_process_service": "MPS {}"},
+        lead="""## Several runs on one GPU
 
-Several processes train on one GPU at once. What counts is how many images all of them together
-train in a second.""",
-    ),
-    "eval-size": Question(
-        "eval-size.jsonl",
-        {"digest": "weights", "size": "px"},
-        {"knn_top1": "kNN", "logistic_top1": "logistic regression"},
+Several processes train on one GPU at the same time; the total throughput is shown.""",
     ),
     "detection-speed": Question(
         "detect-speed.jsonl",
         words={
-            "detect_images_per_second": "Speed of training",
-            "box_ap": "AP of boxes",
-            "box_ap50": "AP50 of boxes",
-            "box_ap75": "AP75 of boxes",
-            "mask_ap": "AP of masks",
-            "mask_ap50": "AP50 of masks",
-            "mask_ap75": "AP75 of masks",
+            "detect_images_per_second": "training throughput",
+            "box_ap": "box AP",
+            "box_ap50": "box AP50",
+            "box_ap75": "box AP75",
+            "mask_ap": "mask AP",
+            "mask_ap50": "mask AP50",
+            "mask_ap75": "mask AP75",
             "xmoco": "xmoco",
-            "torchvision": "torchvision's loop",
-            "torchvision, amp": "torchvision's loop, half precision",
+            "torchvision": "torchvision's reference loop",
+            "torchvision, amp": "torchvision's reference loop, mixed precision",
         },
-        apart=("model", "data"),
-    ),
-    "tuning": Question(
-        "tuning.jsonl",
-        {"changes": "changes"},
-        {"knn_top1": "kNN", "logistic_top1": "logistic regression"},
-        apart=("epochs", "recipe", "data"),
+        apart={"model": "{}", "data": "{}"},
     ),
 }
 SHOWN_ELSEWHERE = (
@@ -141,6 +138,8 @@ SHOWN_ELSEWHERE = (
         "detect-metrics.jsonl",
         "detect-overfit.jsonl",
         "scaling.jsonl",
+        "eval-size.jsonl",
+        "tuning.jsonl",
         "shards.jsonl",
     ),
 )
@@ -151,12 +150,19 @@ def answer(place: Place, question: Question) -> str:
     tables = []
     for file in place.files(question.file):
         records = read_records(file, AnyRecord)
+        if question.ordered:
+            records.sort(key=lambda r: tuple(map(r.protocol.__getitem__, question.rows)))
         for group in grouped(records, lambda r: tuple(map(r.protocol.get, question.apart))):
-            of = [protocol_fact(key, group[0].protocol[key]) for key in question.apart]
+            values = ((form, group[0].protocol[key]) for key, form in question.apart.items())
+            of = [
+                form.format(question.words.get(str(value), shown(value)))
+                for form, value in values
+                if value != ""
+            ]
             lead = [f"**{', '.join(of)}**"] if of else []
             facts = {heading: protocol_value(key) for key, heading in question.rows.items()}
             tables += [*lead, *plain_tables(group, facts, question.words)]
-            tables.append(source(place, file, group))
+            tables.append(source(place, file, group, question.apart))
     return "\n\n".join([question.lead, *tables] if tables and question.lead else tables)
 
 
@@ -172,8 +178,10 @@ def other_tables(place: Place) -> str:
     return "\n\n".join(["## Other records", *parts] if parts else [])
 
 
-def source(place: Place, file: Path, records: Sequence[AnyRecord]) -> str:
-    return f"{circumstances(records, lambda _: shared_facts(records))} {place.link(file)}"
+def source(place: Place, file: Path, records: Sequence[AnyRecord], told: Iterable[str] = ()) -> str:
+    """Below a table: how its figures came about, without what is told above it."""
+    shared = shared_facts(records, told)
+    return f"{circumstances(records, lambda _: shared)} {place.link(file)}"
 
 
 def settings_of(records: Sequence[AnyRecord]) -> dict[str, Fact]:
@@ -242,11 +250,33 @@ def cross_table(
     return markdown_table([*headings, *columns], "l" * len(kept) + "r" * len(columns), lines)
 
 
-def shared_facts(records: Sequence[AnyRecord]) -> str:
+FORMS = {
+    **dict.fromkeys(("data", "split", "files", "operation", "dtype", "backbone"), "{}"),
+    **{name: f"{{}} {name}" for name in ("images", "views", "readers", "rounds", "queries")},
+    **{name: f"{{}} {name}" for name in ("epochs", "classes", "dimensions", "strengths", "fits")},
+    "bytes_per_file": "{} bytes per file",
+    "bank_length": "K = {}",
+    "feature_size": "{} features",
+    "knn_k": "k = {}",
+    "k": "k = {}",
+    "epoch": "weights after {} epochs",
+    "trained_size": "trained on crops of {} px",
+    "repeats": "each of {} repeats",
+    "speed_of_one": "throughput of a single GPU {} images/s",
+    "speed_measured_with": "measured with a batch of {}",
+}
+"""How settings of a protocol are told below a table; others by their names."""
+
+
+def shared_facts(records: Sequence[AnyRecord], without: Iterable[str] = ()) -> str:
     """What the protocols of all records agree in, as far as it is short."""
     first, *others = (record.protocol for record in records)
     shared = [key for key in first if all(other.get(key) == first[key] for other in others)]
-    facts = [protocol_fact(key, first[key]) for key in shared if not isinstance(first[key], dict)]
+    facts = [
+        FORMS[key].format(shown(first[key])) if key in FORMS else protocol_fact(key, first[key])
+        for key in shared
+        if key not in without and not isinstance(first[key], dict)
+    ]
     return "; ".join(fact for fact in facts if len(fact) <= LONGEST_FACT)
 
 

@@ -69,7 +69,7 @@ def speed_bounds(place: Place) -> str:
             shown += [ours, bound]
     if not rows:
         return ""
-    headings = ["training", "xmoco, images/s", "the encoder alone, images/s", "share", "rests on"]
+    headings = ["workload", "xmoco, images/s", "encoder only, images/s", "share", "measurement"]
     return section(markdown_table(headings, "lrrrl", rows), circumstances(shown, *WORK_FACTS))
 
 
@@ -136,7 +136,7 @@ def speed_table(place: Place, file: Path, records: Sequence[Speed]) -> str:
                 f"{100 * told.waiting:.1f} %",
             ]
         )
-    headings = ["", "precision", "images/s", "× best baseline", "GPU memory", "waiting"]
+    headings = ["program", "precision", "images/s", "× best baseline", "GPU memory", "waiting"]
     table = markdown_table(headings, "llrrrr", rows)
     return section(table, circumstances(records, number_of_rounds, *WORK_FACTS), place.link(file))
 
@@ -155,10 +155,10 @@ def stages_table(place: Place, file: Path, records: Sequence[Stage]) -> str:
     stages = dict.fromkeys(stage for own in columns.values() for stage in own)
     rows = [[stage, *(cell(name, stage) for name in columns)] for stage in stages]
     shown = [record for own in columns.values() for record in own.values()]
-    headings = ["stage of a step", *(SUBJECTS.get(name, name) for name in columns)]
+    headings = ["stage", *(SUBJECTS.get(name, name) for name in columns)]
     return section(
         markdown_table(headings, "l" + "r" * len(columns), rows),
-        "Each stage alone and without a CUDA graph; in training they overlap.",
+        "Each stage was timed separately and without a CUDA graph; in training, stages overlap.",
         circumstances(shown, *WORK_FACTS),
         place.link(file),
     )

@@ -95,7 +95,7 @@ def filled() -> Filled:
 
 def test_cells_are_means_with_deviations_and_gaps(filled: Filled) -> None:
     assert markdown(filled).splitlines() == [
-        "| ξ | kNN, k 20 | time of training | seeds | paper: kNN | paper: memory |",
+        "| ξ | kNN (k = 20) | training time | seeds | paper: kNN | paper: memory |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
         "| 0.5 | 51.0 ± 1.4 % | 1,234 s (seeds: one) | 2 | 42.5 % | 4 GB |",
         "| 0.7 | – | – | – | 47.0 % | – |",
@@ -108,16 +108,17 @@ def test_cells_are_means_with_deviations_and_gaps(filled: Filled) -> None:
 def test_a_page_tells_how_its_figures_came_about(filled: Filled) -> None:
     text = page(filled, {"0.7, seed 0": "it diverged"})
     for words in (
-        "# ξ\n\nTrained on patterns for 3 epochs, judged on test images.\n\n| ξ |",
+        "# ξ\n\nTrained on patterns for 3 epochs, evaluated on test images.\n\n| ξ |",
         "\n- 0.7, seed 0 failed: it diverged.\n",
         "± is the standard deviation over seeds.",
-        "Seeds 0, 1; patterns (6,000 images, 1,500 judged); judged at 32 px; Abacus, 2 threads",
+        "Seeds 0, 1; patterns (6,000 training, 1,500 evaluation images); evaluated at 32 px;",
+        "Abacus, 2 threads",
         "torch 2.11.0; 2026-01-02.",
         "Paper: ImageNet, ResNet-50.",
     ):
         assert words in text, words
     one = fill(TABLE, RECORDS[4:5], GROUP)
-    assert "Every figure is of one seed" in " ".join(notes(one))
+    assert "All figures are from one seed" in " ".join(notes(one))
     nothing = fill(TABLE, [], GROUP)
     assert notes(nothing) == ["Paper: ImageNet, ResNet-50."]
 
@@ -125,7 +126,7 @@ def test_a_page_tells_how_its_figures_came_about(filled: Filled) -> None:
 def test_figures_of_fewer_seeds_are_not_taken_for_more(filled: Filled) -> None:
     """0.5 has two seeds, of which one was timed; 0.9 has one."""
     assert "| 0.5 | 51.0 ± 1.4 % | 1,234 s (seeds: one) | 2 |" in markdown(filled)
-    words = "seeds. Where there is none, a figure is of one seed: take differences below a point"
+    words = "seeds. Figures without ± are from one seed: differences below one point may be chance."
     assert words in " ".join(notes(filled))
     both = fill(TABLE, RECORDS[:3], GROUP)
     assert "one seed" not in " ".join(notes(both))
@@ -157,20 +158,17 @@ def test_unequal_effort_is_told() -> None:
     assert list(unequal(compared(xmoco | {"settings": ""}, simclr, byol))) == []
     larger = byol | {"settings": "method=byol eval_size=48"}
     assert list(unequal(compared(xmoco, swav, simclr, larger))) == [
-        "Views of an image in every step: 2 of 32 px and 4 of 16 px for SwAV; 2 of 32 px for all "
-        "others.",
-        "Images in every step: 32 for XMoCo; 64 for all others.",
-        "Judged at: 48 px for byol; 32 px for all others.",
+        "Views per image: 2 of 32 px and 4 of 16 px for SwAV; 2 of 32 px for all others.",
+        "Batch size: 32 for XMoCo; 64 for all others.",
+        "Evaluation size: 48 px for byol; 32 px for all others.",
     ]
 
 
 def test_who_learns_labels_is_not_among_those_compared() -> None:
     rows = [{"name": name, "settings": f"method={name}"} for name in ("supervised", "byol", "mnn")]
     told = " ".join(notes(compared(*rows)))
-    assert (
-        "0 of 1 pairs of rows stand in the order of the paper's kNN; the best here is mnn" in told
-    )
-    assert "the best here is mnn, there byol." in told
+    assert "0 of 1 pairs of rows are ranked as in the paper (kNN);" in told
+    assert "the best row is mnn here, byol in the paper." in told
 
 
 def test_groups_are_told_apart() -> None:
@@ -183,20 +181,19 @@ def test_groups_are_told_apart() -> None:
     shown = fill(TABLE, RECORDS, GROUP._replace(epochs=4))
     assert [record.value for record in shown.records] == [1.0]
     words = str(GROUP._replace(split=held, held_out_share=0.25, epochs=1))
-    assert (
-        words == "trained on patterns for 1 epoch, judged on 25 % of the training images, held out"
-    )
+    told = "trained on patterns for 1 epoch, evaluated on a held-out 25 % of the training images"
+    assert words == told
 
 
 def test_every_number_has_a_cell_in_the_csv(filled: Filled) -> None:
     rows = list(csv.DictReader(io.StringIO(csv_text(filled))))
     first = rows[0]
     assert first["ξ"] == "0.5"
-    assert float(first["kNN, k 20 (%) mean"]) == 51.0
-    assert float(first["kNN, k 20 (%) deviation"]) == pytest.approx(np.std([50, 52], ddof=1))
-    assert first["kNN, k 20 (%) seeds"] == "2"
+    assert float(first["kNN (k = 20) (%) mean"]) == 51.0
+    assert float(first["kNN (k = 20) (%) deviation"]) == pytest.approx(np.std([50, 52], ddof=1))
+    assert first["kNN (k = 20) (%) seeds"] == "2"
     assert float(first["paper: memory (GB)"]) == 4.0
-    assert (rows[1]["kNN, k 20 (%) mean"], rows[1]["kNN, k 20 (%) seeds"]) == ("", "0")
+    assert (rows[1]["kNN (k = 20) (%) mean"], rows[1]["kNN (k = 20) (%) seeds"]) == ("", "0")
     assert rows[1]["paper: memory (GB)"] == ""
 
 
@@ -226,9 +223,9 @@ def test_agreement_is_kendalls(paper: list[float], data: st.DataObject) -> None:
         assert told == []
         return
     same = round((kendalltau(list(unique), values).statistic + 1) / 2 * pairs)
-    assert f"By kNN, k 20, {same} of {pairs} pairs of rows stand in the order" in told[0]
+    assert f"By kNN (k = 20), {same} of {pairs} pairs of rows are ranked as in the paper" in told[0]
     best, there = int(np.argmax(values)), int(np.argmax(list(unique)))
-    assert told[0].endswith(f"the best here is {best}, there {there}.")
+    assert told[0].endswith(f"the best row is {best} here, {there} in the paper.")
 
 
 def test_the_picture_has_labels_and_honest_scales(filled: Filled) -> None:
@@ -237,7 +234,7 @@ def test_the_picture_has_labels_and_honest_scales(filled: Filled) -> None:
     assert list(panels) == [
         "measured",
         "paper, ImageNet",
-        "measured: time of training",
+        "measured: training time",
         "paper, ImageNet: memory",
     ]
     spans = []
@@ -248,8 +245,8 @@ def test_the_picture_has_labels_and_honest_scales(filled: Filled) -> None:
         assert high <= 100
         assert panels[title].get_ylabel() == "accuracy, %"
     assert spans[0] == pytest.approx(spans[1])  # a point is as high in either
-    assert panels["measured: time of training"].get_ylim()[0] == 0
-    assert panels["measured: time of training"].get_ylabel() == "s"
+    assert panels["measured: training time"].get_ylim()[0] == 0
+    assert panels["measured: training time"].get_ylabel() == "s"
     for axes in figure.axes:
         assert axes.get_xlabel() == "ξ"
         assert [tick.get_text() for tick in axes.get_xticklabels()] == ["0.5", "0.7", "0.9", "7"]

@@ -72,7 +72,7 @@ def records() -> list[dict[str, Any]]:
 
 
 def figures(found: list[dict[str, Any]]) -> dict[str, float]:
-    """By measure; without the time of training, which no two runs have in common."""
+    """By measure; without the training time, which no two runs have in common."""
     return {r["measure"]: r["value"] for r in found if r["measure"] != "train_seconds"}
 
 
@@ -106,7 +106,7 @@ def test_what_is_missing_is_run_and_drawn_and_nothing_twice() -> None:
     assert trained() == {(0.5, 0), (0.9, 0)}
     heading, first = cells()["ξ"], cells()["0.5"]
     assert heading == [
-        "kNN, k 20",
+        "kNN (k = 20)",
         "logistic regression",
         "banks and history",
         "seeds",
@@ -115,7 +115,7 @@ def test_what_is_missing_is_run_and_drawn_and_nothing_twice() -> None:
     knn = next(r for r in records() if r["measure"] == "knn_top1")
     assert first[0] == f"{knn['value']:.1f} %"
     assert first[3:] == ["one", "42.5 %"]
-    assert "Every figure is of one seed" in Path("out/two.md").read_text()
+    assert "All figures are from one seed" in Path("out/two.md").read_text()
     memory = next(r for r in records() if r["measure"] == "bank_memory")
     assert memory["value"] == 4 * 64 * 16 * 4 / 2**20  # banks and past queries, of either side
     facts = knn["protocol"]
@@ -317,7 +317,7 @@ def test_held_out_images_are_judged_and_test_images_not_read(images: Path) -> No
         36,
         12,
     )
-    assert "judged on 25 % of the training images, held out" in Path("out/two.md").read_text()
+    assert "evaluated on a held-out 25 % of the training images" in Path("out/two.md").read_text()
 
 
 def test_a_linear_classifier_is_a_column(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ STOPPED = (
 )
 
 app = typer.Typer(
-    help="Turn unlabelled images into a strong vision backbone, and measure how strong it is.",
+    help="Pre-train vision backbones on unlabelled images, and evaluate them.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -55,7 +55,8 @@ def pretrain(
         list[str] | None,
         typer.Argument(
             metavar="KEY=VALUE",
-            help="Changes to the recipe, e.g. `epochs=100 batch=256`; `xmoco settings` lists them.",
+            help="Overrides of the recipe's settings, e.g. `epochs=100 batch=256`; `xmoco "
+            "settings` lists all settings.",
         ),
     ] = None,
     recipe: Annotated[
@@ -63,49 +64,56 @@ def pretrain(
         typer.Option(
             "--recipe",
             "-r",
-            help="`auto` looks at your images and the device, chooses, and says why; or `demo`, "
-            "`cifar10`, `imagenette`, `imagenet` (the paper's settings), a method's name for its "
-            "published settings (`byol`), or a yaml file. Default: `auto`.",
+            help="A predefined set of settings: `demo`, `cifar10`, `imagenette`, `imagenet` (the "
+            "paper's), the name of another method (`byol`), or a YAML file. `auto` chooses "
+            "settings that suit your images and the device, and prints the reasons. "
+            "Default: `auto`.",
         ),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
-            help="Images: a folder of any depth, a .tar, .tar.gz or .tar.xz, tar or Parquet shards "
-            "(a folder, `'name-{000..127}.tar'`, `s3://…`), `patterns` (embedded), or "
-            "`torchvision:NAME`. Default: the recipe's; `auto` has none."
+            help="Training images: a folder of any depth, a .tar, .tar.gz or .tar.xz, tar or "
+            "Parquet shards (a folder, `'name-{000..127}.tar'`, `s3://…`), `torchvision:NAME`, or "
+            "`patterns` (built-in synthetic images). Default: the recipe's; `auto` has none."
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="The run folder; must be new unless resumed. Default: under `runs`."),
+        typer.Option(
+            help="The run folder, which must not exist unless --resume is given. Default: a new "
+            "one under `runs`."
+        ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the interrupted run in --out, exactly.")
+        bool,
+        typer.Option("--resume", help="Continue the interrupted run in --out where it stopped."),
     ] = False,
     weights: Annotated[
         Path | None,
-        typer.Option(help="Start a new run from the backbone of another run (folder or file)."),
+        typer.Option(
+            help="Initialise the backbone of a new run with these weights (run folder or file)."
+        ),
     ] = None,
     skip_bad_steps: Annotated[
         bool,
         typer.Option(
             "--skip-bad-steps",
-            help="Leave out steps whose loss is no number or out of all proportion, instead of "
-            "ending there; also with --resume.",
+            help="Skip steps whose loss is NaN, infinite or far above its previous level, instead "
+            "of stopping there; also with --resume.",
         ),
     ] = False,
     dry_run: Annotated[
         bool,
         typer.Option(
-            "--dry-run", help="Say what would be done and how long it would take, and do nothing."
+            "--dry-run", help="Print the plan and the estimated training time, without training."
         ),
     ] = False,
 ) -> None:
-    """Train a backbone on images, without labels, and leave weights and a report.
+    """Pre-train a backbone on images without labels.
 
-    Everything a run depends on is a setting with a name; a recipe is a set of them. The run folder
-    holds the configuration, metrics, checkpoints, `backbone.safetensors` and `report.html`.
+    A recipe is a predefined set of settings, and KEY=VALUE overrides any of them. The run folder
+    contains the configuration, metrics, checkpoints, `backbone.safetensors` and `report.html`.
     """
     from xmoco.asked import Asked
     from xmoco.errors import UserError
@@ -141,23 +149,26 @@ def pretrain(
 )
 def export(
     weights: Annotated[
-        Path, typer.Argument(help="A run folder, or a file of weights (ours or a checkpoint).")
+        Path,
+        typer.Argument(help="A run folder, or a file of weights (xmoco's or a public checkpoint)."),
     ],
-    to: Annotated[str, typer.Option(help="`torchvision`, `timm`, `detectron2` or `onnx`.")],
+    to: Annotated[
+        str, typer.Option(help="The target: `torchvision`, `timm`, `detectron2` or `onnx`.")
+    ],
     out: Annotated[
-        Path | None, typer.Option(help="The new file. Default: beside the weights.")
+        Path | None, typer.Option(help="The file to write. Default: next to the weights.")
     ] = None,
     configs: Annotated[
         Path | None,
         typer.Option(
-            help="For Detectron2: a new folder for configuration files, one for every detector and "
-            "schedule of `xmoco evaluate detect`."
+            help="With `--to detectron2`: a new folder for Detectron2 configuration files, one per "
+            "model and schedule of `xmoco evaluate detect`."
         ),
     ] = None,
 ) -> None:
-    """Write the weights for another program.
+    """Convert weights for another library.
 
-    The file is read back as that program does, and kept only if it gives the same features.
+    The new file is read back and kept only if it gives the same features.
     """
     from xmoco.export import export as write_export
     from xmoco.export import how_to_load
@@ -176,18 +187,20 @@ def export(
 def detect(
     weights: Annotated[
         Path,
-        typer.Argument(help="A folder of `xmoco evaluate detect`, or its detector.safetensors."),
+        typer.Argument(
+            help="A run folder of `xmoco evaluate detect`, or its detector.safetensors."
+        ),
     ],
-    images: Annotated[str, typer.Argument(help="A picture, a folder of any depth, or an archive.")],
+    images: Annotated[str, typer.Argument(help="An image, a folder of any depth, or an archive.")],
     out: Annotated[
-        Path, typer.Option(help="The new folder, for detections.json and the drawn pictures.")
+        Path, typer.Option(help="A new folder for detections.json and the annotated images.")
     ] = Path("detections"),
     threshold: Annotated[
-        float, typer.Option(help="The score from which something counts as found, 0 to 1.")
+        float, typer.Option(help="Lowest score, from 0 to 1, of the detections to keep.")
     ] = 0.5,
     device: Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda` or `mps`.")] = "auto",
 ) -> None:
-    """Find things in pictures with a detector that was tuned before."""
+    """Detect objects in images with a detector trained by `xmoco evaluate detect`."""
     from xmoco.detect.finding import detect as find
 
     with progress_bars() as listener:
@@ -208,10 +221,10 @@ def detect(
 @app.command()
 def demo(
     out: Annotated[
-        Path | None, typer.Option(help="Where the two runs go. Default: a new `runs/demo`.")
+        Path | None, typer.Option(help="A new folder for the two runs. Default: `runs/demo`.")
     ] = None,
 ) -> None:
-    """Train XMoCo and MoCo v2+ on the embedded patterns and compare them; minutes on a CPU."""
+    """Compare XMoCo and MoCo v2+ on synthetic images; takes a few minutes on a CPU."""
     from xmoco.demo import run_demo
 
     run_demo(out)
@@ -220,10 +233,13 @@ def demo(
 @app.command()
 def settings(
     recipe: Annotated[
-        str | None, typer.Option("--recipe", "-r", help="Show the values of this recipe.")
+        str | None,
+        typer.Option(
+            "--recipe", "-r", help="The recipe whose values to show. Default: `imagenet`."
+        ),
     ] = None,
 ) -> None:
-    """List every setting with its value in a recipe (default: `imagenet`) and its meaning."""
+    """List every setting with its value in a recipe and its meaning."""
     from xmoco.settings import load_config, setting_descriptions
 
     config = load_config(recipe or "imagenet")

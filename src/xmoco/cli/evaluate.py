@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from xmoco.evaluate.evaluation import EvalOptions
 
 evaluate = typer.Typer(
-    help="Judge a backbone. Every number is a record that names its protocol.", no_args_is_help=True
+    help="Evaluate a backbone by kNN, linear classification, fine-tuning, transfer or detection.",
+    no_args_is_help=True,
 )
 
 
@@ -48,10 +49,15 @@ def knn(
         list[int] | None,
         typer.Option(
             "--k",
-            help="Neighbours that vote; may be given repeatedly. Default: 10, 20, 100 and 200.",
+            help="Number of neighbours; can be given several times. Default: 10, 20, 100 and 200.",
         ),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="Votes weigh exp(similarity / this).")] = 0.1,
+    temperature: Annotated[
+        float,
+        typer.Option(
+            help="A neighbour's vote has the weight exp(cosine similarity / temperature)."
+        ),
+    ] = 0.1,
     size: Size = None,
     eval_size: EvalSize = None,
     mean: Mean = None,
@@ -63,9 +69,10 @@ def knn(
     cache: Cache = True,
     records: RecordsFile = None,
 ) -> None:
-    """Weighted k-nearest-neighbour accuracy of frozen features.
+    """Weighted k-nearest-neighbour accuracy on frozen features.
 
-    Test images are judged by training images; with one split only, each image by all the others.
+    Neighbours of test images are searched among the training images; with a single split, among
+    all other images (leave-one-out).
     """
     from xmoco.evaluate.classification import evaluate_knn
 
@@ -101,10 +108,17 @@ def linear(
     weights: Weights,
     data: LabelledData,
     preset: Annotated[
-        str, typer.Option(help="`paper` (batch 512, rate 60) or `moco` (batch 256, rate 30).")
+        str,
+        typer.Option(
+            help="Hyperparameters: `paper` (batch 512, learning rate 60, weight decay 1e-4) or "
+            "`moco` (batch 256, learning rate 30, no weight decay)."
+        ),
     ] = "paper",
     epochs: Annotated[
-        int | None, typer.Option(help="Fewer than the protocol's 100, named in the record.")
+        int | None,
+        typer.Option(
+            help="Training epochs. Default: 100, as in the protocol; recorded if changed."
+        ),
     ] = None,
     seed: Seed = 0,
     out: Out = None,
@@ -121,7 +135,10 @@ def linear(
     download: Download = False,
     records: RecordsFile = None,
 ) -> None:
-    """Accuracy of a linear classifier on the frozen backbone (random crops and flips)."""
+    """Accuracy of a linear classifier on the frozen backbone.
+
+    It is trained with random crops and flips, and evaluated on centre crops of the test split.
+    """
     from xmoco.evaluate.classification import evaluate_linear
 
     options = _eval_options(
@@ -160,12 +177,13 @@ def finetune(
     fraction: Annotated[
         float,
         typer.Option(
-            help="Share of the labels of every class, e.g. 0.01; always the same images, by the "
-            "rule in docs/evaluation.md."
+            help="Fraction of the labelled images of every class to train on, e.g. 0.01. The "
+            "selection is deterministic: see docs/evaluation.md."
         ),
     ] = 1.0,
     epochs: Annotated[
-        int | None, typer.Option(help="Fewer than the protocol's 20, named in the record.")
+        int | None,
+        typer.Option(help="Training epochs. Default: 20, as in the protocol; recorded if changed."),
     ] = None,
     seed: Seed = 0,
     out: Out = None,
@@ -182,7 +200,7 @@ def finetune(
     download: Download = False,
     records: RecordsFile = None,
 ) -> None:
-    """Accuracy after fine-tuning the backbone end to end, on all labels or a share of them."""
+    """Accuracy after fine-tuning the whole network on all labels or a fraction of them."""
     from xmoco.evaluate.classification import evaluate_finetune
 
     options = _eval_options(
@@ -223,38 +241,45 @@ def transfer(
         list[str],
         typer.Argument(
             metavar="SET",
-            help="Of the paper's sets: `aircraft`, `caltech101`, `cars`, `cifar10`, `cifar100`, "
-            "`dtd`, `flowers`, `pets`, `sun397`, `voc2007`, or `all` ten; or labelled images of "
-            "your own (a folder or archive with train/, test/ and perhaps val/).",
+            help="One or more of the paper's data sets: `aircraft`, `caltech101`, `cars`, "
+            "`cifar10`, `cifar100`, `dtd`, `flowers`, `pets`, `sun397`, `voc2007`, or `all` ten; "
+            "or your own labelled images (a folder or archive with train/, test/ and optionally "
+            "val/).",
         ),
     ],
     mode: Annotated[
         str,
         typer.Option(
-            help="`frozen` (logistic regression on features) or `end-to-end` (the backbone is "
-            "tuned too)."
+            help="`frozen` (logistic regression on frozen features) or `end-to-end` (the backbone "
+            "is fine-tuned)."
         ),
     ] = "frozen",
     grid: Annotated[
         str,
         typer.Option(
-            help="End to end: `paper` (110 points of 5,000 steps) or `small` (6 of 1,000)."
+            help="Learning rates and weight decays to search, end-to-end only: `paper` (110 points "
+            "of 5,000 steps) or `small` (6 of 1,000)."
         ),
     ] = "paper",
     metric: Annotated[
         str | None,
-        typer.Option(help="For your own images: `top-1` or `mean per class`. Default: `top-1`."),
+        typer.Option(
+            help="Metric for your own images: `top-1` or `mean per class`. Default: `top-1`."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="End to end: where finished grid points are kept, and checkpoints of the one in "
-            "training, in a folder for each set; the same command goes on where it stopped. "
+            help="Folder for finished grid points and checkpoints, end-to-end only, with a "
+            "subfolder per data set. The same command resumes an interrupted search. "
             "Default: under `runs/transfer`."
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(help="End to end: order of images, crops and first weights.")
+        int,
+        typer.Option(
+            help="Random seed of image order, crops and initial weights, end-to-end only."
+        ),
     ] = 0,
     size: Size = None,
     eval_size: EvalSize = None,
@@ -265,23 +290,24 @@ def transfer(
     devices: Annotated[
         int,
         typer.Option(
-            help="End to end: processes, each with a device of its own, that share every batch. "
-            "Each normalises by the batch statistics of its own share."
+            help="Number of processes, one device each, among which every batch is split; "
+            "end-to-end only. Each uses the batch statistics of its own part."
         ),
     ] = 1,
     nodes: Nodes = 1,
     precision: Annotated[
-        str, typer.Option(help="End to end: `fp32` or `bf16`; features are always `fp32`.")
+        str,
+        typer.Option(help="`fp32` or `bf16`, end-to-end only; frozen features always use `fp32`."),
     ] = "fp32",
     root: Root = "data",
     download: Download = False,
     cache: Cache = True,
     records: RecordsFile = None,
 ) -> None:
-    """How well the backbone serves for other images: the paper's ten sets, or your own.
+    """Accuracy on other data sets: the paper's ten, or your own images.
 
-    What is chosen (a strength, a rate, a weight decay) is chosen on validation images, trained
-    again with them, and judged on the test images once.
+    Hyperparameters are selected on validation images; the classifier is then retrained with these
+    included and evaluated once on the test images.
     """
     from xmoco.data.transfer_sets import TRANSFER_SETS, open_transfer_sets
     from xmoco.evaluate.transfer import evaluate_transfer
@@ -330,54 +356,62 @@ def detect(
     weights: Annotated[
         str,
         typer.Argument(
-            help="A run folder, a file of weights, `torchvision:NAME` (trained with labels), or "
-            "`scratch:NAME`: a backbone without any training."
+            help="A run folder, a file of weights, `torchvision:NAME` (pre-trained with labels), "
+            "or `scratch:NAME` (randomly initialised)."
         ),
     ],
     data: Annotated[
         str,
         typer.Argument(
-            help="Images with boxes, for training and validation: a folder or archive with COCO's "
-            "json (instances_train.json, instances_val.json), PASCAL VOC's folders, or a yaml file "
-            "of YOLO."
+            help="Images with bounding boxes, in two splits: a folder or archive with COCO "
+            "annotations (instances_train.json, instances_val.json) or in PASCAL VOC's layout, or "
+            "a YOLO YAML file."
         ),
     ],
     model: Annotated[
         str,
         typer.Option(
-            help="`faster-rcnn-c4`, `faster-rcnn-fpn`, `mask-rcnn-c4`, `mask-rcnn-fpn` or "
-            "`retinanet-fpn`."
+            help="The detector: `faster-rcnn-c4`, `faster-rcnn-fpn`, `mask-rcnn-c4`, "
+            "`mask-rcnn-fpn` or `retinanet-fpn`."
         ),
     ] = "faster-rcnn-fpn",
     schedule: Annotated[
         str,
         typer.Option(
-            help="`1x`, `2x`, `3x` (COCO: 90,000 steps and multiples), `voc-12k`, `voc-24k`, or a "
-            "number such as `2000-steps`."
+            help="Training length: `1x` (COCO's 90,000 steps), `2x`, `3x`, `voc-12k`, `voc-24k`, "
+            "or a number of steps such as `2000-steps`."
         ),
     ] = "1x",
     batch: Annotated[
-        int, typer.Option(help="Images a step; the rate is in proportion to it.")
+        int, typer.Option(help="Images per step; the learning rate is scaled in proportion.")
     ] = 16,
     size: Annotated[
         int | None,
         typer.Option(
-            help="Length of an image's shorter side in testing; in training it varies below, in "
-            "the schedule's proportions. Default: 800."
+            help="Shorter side of the images in testing, in pixels; in training it varies below "
+            "this, as the schedule says. Default: 800."
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(help="Order of images, sizes, mirrors, and the new layers' weights.")
+        int,
+        typer.Option(
+            help="Random seed of image order, sizes, flips and the initial weights of new layers."
+        ),
     ] = 0,
     seeds: Annotated[
-        int, typer.Option(help="So many detectors, with this seed and the following.")
+        int,
+        typer.Option(
+            help="Number of detectors to train, with consecutive seeds from --seed on; the mean "
+            "and standard deviation are printed."
+        ),
     ] = 1,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="The run folder, with checkpoints, metrics, report and detector; of several seeds "
-            "each has one inside. The same command goes on where it stopped. Default: under "
-            "`runs/detect`, one for each combination of weights, images and settings."
+            help="The run folder, with checkpoints, metrics, report and detector; with --seeds, it "
+            "has a subfolder for each, `seed-0`, `seed-1` … The same command resumes an "
+            "interrupted run. Default: under `runs/detect`, one for each combination of weights, "
+            "images and settings."
         ),
     ] = None,
     mean: Mean = None,
@@ -387,18 +421,18 @@ def detect(
     devices: Annotated[
         int,
         typer.Option(
-            help="Processes, each with a device of its own, that share every batch. On CUDA they "
-            "share batch statistics too."
+            help="Number of processes, one device each, among which every batch is split. On CUDA, "
+            "batch statistics are synchronised."
         ),
     ] = 1,
     nodes: Nodes = 1,
     precision: Precision = "fp32",
     records: RecordsFile = None,
 ) -> None:
-    """Average precision of a detector on the backbone, with all its layers tuned.
+    """Average precision of an object detector that is fine-tuned on the backbone.
 
-    Boxes, and masks where the model draws them, are judged as COCO or, for its sets, PASCAL VOC
-    does it.
+    Boxes, and masks if the model predicts them, are evaluated with COCO's metrics or, for data in
+    PASCAL VOC's layout, with VOC's.
     """
     from xmoco.detect.evaluation import evaluate_detect, summary
 

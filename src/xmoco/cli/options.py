@@ -9,43 +9,44 @@ import typer
 Weights = Annotated[
     str,
     typer.Argument(
-        help="A run folder, a file of weights (ours or a public checkpoint), `torchvision:NAME` "
-        "or `timm:NAME`."
+        help="A run folder, a file of weights (xmoco's or a public checkpoint), "
+        "`torchvision:NAME`, `timm:NAME`, or `scratch:NAME` (randomly initialised)."
     ),
 ]
 LabelledData = Annotated[
     str,
     typer.Argument(
         help="Labelled images: a folder or archive with one subfolder per class, `patterns`, or "
-        "`torchvision:NAME`. Of two splits, train/ is learned from and val/ (test/, where there is "
-        "no val/) judged."
+        "`torchvision:NAME`. If there are two splits, train/ is the training set and val/ the test "
+        "set, or test/ if there is no val/."
     ),
 ]
-Device = Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda` or `mps`.")]
+Device = Annotated[str, typer.Option(help="Where to compute: `auto`, `cpu`, `cuda` or `mps`.")]
 Devices = Annotated[
     int,
     typer.Option(
-        help="Processes, each with a device of its own, that share every batch. The result is that "
-        "of one process up to rounding; but where the backbone is tuned, each process normalises "
-        "by the batch statistics of its own share."
+        help="Number of processes, one device each, among which every batch is split. Results "
+        "equal those of one process up to rounding, except that in fine-tuning each process uses "
+        "the batch statistics of its own part."
     ),
 ]
 Nodes = Annotated[
-    int, typer.Option(help="Machines with so many devices each; start the command on all of them.")
+    int,
+    typer.Option(help="Number of machines, with --devices each; run the command on every machine."),
 ]
-Precision = Annotated[str, typer.Option(help="`fp32` or `bf16`.")]
+Precision = Annotated[str, typer.Option(help="Floating-point precision: `fp32` or `bf16`.")]
 Size = Annotated[
     int | None,
     typer.Option(
-        help="Side of the images, random crops and judged ones alike. Default: both as the weights "
-        "have them."
+        help="Side length in pixels of random crops and of evaluation images. Default: as stored "
+        "with the weights."
     ),
 ]
 EvalSize = Annotated[
     int | None,
     typer.Option(
-        help="Side of the images judged only, which may do better if larger than the crops. "
-        "Default: --size or, without it, the eval_size of the weights' recipe."
+        help="Side length of evaluation images only; larger images than the crops may give better "
+        "results. Default: --size or, without it, the eval_size of the weights' recipe."
     ),
 ]
 
@@ -66,8 +67,9 @@ Mean = Annotated[
     typer.Option(
         parser=_colour,
         metavar="R,G,B",
-        help="What weights from elsewhere expect to be subtracted from the channels (0 to 1), e.g. "
-        "`0.4914,0.4822,0.4465`. Default: a guess by their layout; our own files know it.",
+        help="Channel means for normalisation (pixel values from 0 to 1) of weights trained "
+        "elsewhere, e.g. `0.4914,0.4822,0.4465`. Default: guessed from their architecture; "
+        "xmoco's own files contain them.",
     ),
 ]
 Std = Annotated[
@@ -75,36 +77,38 @@ Std = Annotated[
     typer.Option(
         parser=_colour,
         metavar="R,G,B",
-        help="What weights from elsewhere expect the channels to be divided by afterwards.",
+        help="Channel standard deviations for normalisation of weights trained elsewhere.",
     ),
 ]
 Labelled = Annotated[
     bool | None,
     typer.Option(
         "--labelled/--unlabelled",
-        help="Whether weights from elsewhere were trained with labels, which records and tables "
-        "tell. Default: they were if the file holds a classifier.",
+        help="Whether weights trained elsewhere were trained with labels, which is recorded. "
+        "Default: yes if the file contains a classifier.",
     ),
 ]
 Out = Annotated[
     Path | None,
     typer.Option(
-        help="The run folder, with checkpoints and metrics; the same command goes on where it "
-        "stopped, and judges a finished classifier again without training it. Default: under "
-        "`runs/evaluate`, one for each combination of weights, images and settings."
+        help="The run folder, with checkpoints and metrics. The same command resumes an "
+        "interrupted run, and evaluates a finished classifier without training it again. Default: "
+        "under `runs/evaluate`, one for each combination of weights, images and settings."
     ),
 ]
-Root = Annotated[str, typer.Option(help="Where torchvision sets are kept.")]
-Download = Annotated[bool, typer.Option("--download", help="Download a torchvision set.")]
+Root = Annotated[str, typer.Option(help="Folder with torchvision data sets.")]
+Download = Annotated[
+    bool, typer.Option("--download", help="Download the torchvision data set if missing.")
+]
 Cache = Annotated[
     bool,
     typer.Option(
         "--cache/--no-cache",
-        help="Keep features for the next time, in `~/.cache/xmoco/features`. They are found again "
-        "by the content of weights and images.",
+        help="Cache features in `~/.cache/xmoco/features`, keyed by the content of weights and "
+        "images.",
     ),
 ]
-Seed = Annotated[int, typer.Option(help="Order of images, crops and first weights.")]
+Seed = Annotated[int, typer.Option(help="Random seed of image order, crops and initial weights.")]
 
 
 def _writable(file: Path | None) -> Path | None:
@@ -120,5 +124,9 @@ def _writable(file: Path | None) -> Path | None:
 
 RecordsFile = Annotated[
     Path | None,
-    typer.Option("--records", callback=_writable, help="Append the records to this .jsonl file."),
+    typer.Option(
+        "--records",
+        callback=_writable,
+        help="Append the results, with their protocol, to this .jsonl file.",
+    ),
 ]

@@ -12,8 +12,8 @@ from rich.table import Table
 from xmoco.cli.output import print_plain
 
 tables = typer.Typer(
-    help="The paper's tables: run what is missing, and draw them beside the paper's figures.",
-    epilog="Without a command: lists the tables.",
+    help="Reproduce the paper's tables on your images, and show them next to the paper's results.",
+    epilog="Without a command, lists the tables.",
 )
 
 
@@ -50,58 +50,62 @@ def _seeds(text: str) -> tuple[int, ...]:
     "`xmoco tables run main --data imagenette.tar --out tables --devices 4`",
 )
 def run(
-    name: Annotated[str, typer.Argument(help="A table that `xmoco tables` lists, or a yaml file.")],
+    name: Annotated[str, typer.Argument(help="A table listed by `xmoco tables`, or a YAML file.")],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="Changes to every row, e.g. `batch=64`."),
+        typer.Argument(metavar="KEY=VALUE", help="Overrides in every row, e.g. `batch=64`."),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
-            help="Labelled images with a test split (or --held-out): a folder, an archive, "
-            "`torchvision:NAME`. Default: those of the table's recipe."
+            help="Labelled images with a test split (not needed with --held-out): a folder, an "
+            "archive or `torchvision:NAME`. Default: those of the table's recipe."
         ),
     ] = None,
     out: Annotated[
         Path,
         typer.Option(
-            help="The folder for tables, records and runs. Tables that share it share the runs "
-            "they have in common."
+            help="Folder for tables, records and runs. Tables in the same folder share the runs "
+            "that they have in common."
         ),
     ] = Path("tables"),
     records: Annotated[
         Path | None,
-        typer.Option(help="The file of records. Default: `records.jsonl` in --out."),
+        typer.Option(help="File of records. Default: `records.jsonl` in --out."),
     ] = None,
-    epochs: Annotated[int | None, typer.Option(help="Default: the table's.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(help="Training epochs of every row. Default: the table's.")
+    ] = None,
     seeds: Annotated[
-        str | None, typer.Option(help="With commas between: `0,1,2`. Default: the table's.")
+        str | None, typer.Option(help="Comma-separated seeds, e.g. `0,1,2`. Default: the table's.")
     ] = None,
     row: Annotated[
         list[str] | None,
-        typer.Option(help="Train this row only; may be given several times. Default: all."),
+        typer.Option(help="Run only this row; can be given several times. Default: all rows."),
     ] = None,
     held_out: Annotated[
         bool,
         typer.Option(
             "--held-out",
-            help="Do not look at the test images: hold out training images and judge by these.",
+            help="Evaluate on held-out training images instead of the test images.",
         ),
     ] = False,
-    share: Annotated[float, typer.Option(help="Of every class that --held-out takes.")] = 0.2,
+    share: Annotated[
+        float, typer.Option(help="Fraction of every class to hold out with --held-out.")
+    ] = 0.2,
     devices: Annotated[
-        int, typer.Option(help="So many rows are trained at once, each on a device of its own.")
+        int, typer.Option(help="Number of runs in parallel, each on its own device.")
     ] = 1,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Train nothing: say what is missing, draw what is there."),
+        typer.Option("--dry-run", help="Only list the missing runs and draw the results so far."),
     ] = False,
 ) -> None:
-    """Run what is missing of a table, and draw it as Markdown, CSV and a picture.
+    """Run the missing rows of a table, and write it as Markdown, CSV and a figure.
 
-    Every number becomes a record when its run is done, and no run is repeated whose records are
-    there. After an interruption the same command goes on, also in the middle of a run. Several
-    processes may work on one table: each takes runs that no other works on.
+    Results become records when a run is finished, and finished runs are not repeated. After an
+    interruption the same command continues, also in the middle of a run. Several processes can
+    work on one table; each takes runs that no other is working on.
     """
     from xmoco.errors import UserError
     from xmoco.tables.plan import Asked
@@ -133,13 +137,14 @@ def run(
 )
 def transfer_tables(
     records: Annotated[
-        list[Path], typer.Argument(help="Files of records by `xmoco evaluate transfer`.")
+        list[Path], typer.Argument(help="Files written by `xmoco evaluate transfer --records`.")
     ],
-    out: Annotated[Path, typer.Option(help="The folder the tables go into.")] = Path("tables"),
+    out: Annotated[Path, typer.Option(help="Folder for the tables.")] = Path("tables"),
 ) -> None:
-    """The paper's tables of transfer, frozen and end to end, with your records beneath.
+    """Add your transfer records to the paper's tables, frozen and end-to-end.
 
-    Each is written as Markdown and as a picture; the best is bold, the second underlined.
+    Each table is written as Markdown and as an image; the best of comparable rows is bold, the
+    second best underlined.
     """
     from xmoco.report.tables import draw_transfer
 
@@ -152,13 +157,13 @@ def transfer_tables(
 )
 def detection_tables(
     records: Annotated[
-        list[Path], typer.Argument(help="Files of records by `xmoco evaluate detect`.")
+        list[Path], typer.Argument(help="Files written by `xmoco evaluate detect --records`.")
     ],
-    out: Annotated[Path, typer.Option(help="The folder the tables go into.")] = Path("tables"),
+    out: Annotated[Path, typer.Option(help="Folder for the tables.")] = Path("tables"),
 ) -> None:
-    """The paper's tables of detection and segmentation, with your records beneath.
+    """Add your detection records to the paper's tables of detection and segmentation.
 
-    One for each kind of detector, written as Markdown and as a picture.
+    There is one table per kind of detector, written as Markdown and as an image.
     """
     from xmoco.detect.tables import draw_detection
 

@@ -50,10 +50,13 @@ def machines(records: Sequence[Record]) -> str:
     for record in records:
         if record.machine:
             threads.setdefault(hardware(record), set()).add(record.machine["threads"])
-    return " / ".join(
-        f"{name}, {' / '.join(map(str, sorted(numbers)))} threads"
-        for name, numbers in threads.items()
-    )
+    return " / ".join(f"{name}, {threads_told(numbers)}" for name, numbers in threads.items())
+
+
+def threads_told(numbers: Iterable[int]) -> str:
+    """``1 thread``, ``2 threads`` or, of several runs, ``1 / 2 threads``."""
+    some = sorted(numbers)
+    return f"{' / '.join(map(str, some))} thread{'s' * (some != [1])}"
 
 
 def hardware(record: Record) -> str:

@@ -29,11 +29,11 @@ class Column:
 
 
 COLUMNS: Mapping[str, Column] = {
-    "knn20": Column("kNN, k 20", "knn_top1", k=20),
-    "knn200": Column("kNN, k 200", "knn_top1", k=200),
+    "knn20": Column("kNN (k = 20)", "knn_top1", k=20),
+    "knn200": Column("kNN (k = 200)", "knn_top1", k=200),
     "logistic": Column("logistic regression", "logistic_top1"),
     "linear": Column("linear (MoCo)", "linear_top1"),
-    "time": Column("time of training", "train_seconds", "s"),
+    "time": Column("training time", "train_seconds", "s"),
     "gpu_memory": Column("GPU memory", "gpu_memory", "GiB"),
     "bank_memory": Column("banks and history", "bank_memory", "MiB"),
     "parameters": Column("parameters", "backbone_parameters", "M"),

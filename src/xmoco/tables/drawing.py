@@ -34,9 +34,9 @@ NOTHING = "–"
 DIGITS = {"%": 1, "s": 0, "GiB": 2, "MiB": 1, "M": 1}
 VARYING = ("%", "s")
 """Units of what differs from seed to seed."""
-CHANCE = "take differences below a point for chance"
-ONE_SEED = f"Every figure is of one seed: {CHANCE}."
-SOME_OF_ONE_SEED = f"Where there is none, a figure is of one seed: {CHANCE}."
+CHANCE = "differences below one point may be chance"
+ONE_SEED = f"All figures are from one seed: {CHANCE}."
+SOME_OF_ONE_SEED = f"Figures without ± are from one seed: {CHANCE}."
 DEVIATION = "± is the standard deviation over seeds."
 
 
@@ -61,8 +61,8 @@ class Group(NamedTuple):
         epochs = "1 epoch" if self.epochs == 1 else f"{self.epochs} epochs"
         judged = "test images"
         if self.split == HELD_OUT:
-            judged = f"{100 * (self.held_out_share or 0):g} % of the training images, held out"
-        return f"trained on {self.source} for {epochs}, judged on {judged}"
+            judged = f"a held-out {100 * (self.held_out_share or 0):g} % of the training images"
+        return f"trained on {self.source} for {epochs}, evaluated on {judged}"
 
 
 @dataclass(frozen=True)
@@ -267,11 +267,9 @@ def unequal(filled: Filled) -> Iterator[str]:
         if line.cells and line.trial is not None
     }
     effort: dict[str, Callable[[Config], str]] = {
-        "views of an image in every step": lambda c: describe_views(
-            method_class(c.method).view_groups(c)
-        ),
-        "images in every step": lambda c: str(c.train.batch),
-        "judged at": lambda c: f"{c.input.central_size} px",
+        "views per image": lambda c: describe_views(method_class(c.method).view_groups(c)),
+        "batch size": lambda c: str(c.train.batch),
+        "evaluation size": lambda c: f"{c.input.central_size} px",
     }
     for what, of in effort.items():
         rows: dict[str, list[str]] = {}
@@ -286,13 +284,13 @@ def unequal(filled: Filled) -> Iterator[str]:
 
 def _data(record: Kept) -> str:
     facts = record.protocol
-    counts = f"{facts['train_images']:,} images, {facts['judged_images']:,} judged"
+    counts = f"{facts['train_images']:,} training, {facts['judged_images']:,} evaluation images"
     return f"{str(facts['data']).partition(' (train)')[0]} ({counts})"
 
 
 def _size(record: Kept) -> str | None:
     size = record.protocol.get("size")
-    return None if size is None else f"judged at {size} px"
+    return None if size is None else f"evaluated at {size} px"
 
 
 def agreements(filled: Filled) -> Iterator[str]:
@@ -318,8 +316,9 @@ def agreements(filled: Filled) -> Iterator[str]:
         if pairs:
             best, paper_best = (max(both, key=lambda row: row[i])[0] for i in (1, 2))
             yield (
-                f"By {ours.heading}, {sum(pairs)} of {len(pairs)} pairs of rows stand in the order "
-                f"of the paper's {paper.heading}; the best here is {best}, there {paper_best}."
+                f"By {ours.heading}, {sum(pairs)} of {len(pairs)} pairs of rows are ranked as in "
+                f"the paper ({paper.heading}); the best row is {best} here, {paper_best} in the "
+                "paper."
             )
 
 
