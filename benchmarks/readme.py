@@ -9,9 +9,9 @@ alone. A test fails when a table no longer agrees with what it is made from.
 
 import argparse
 import io
+import json
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from pages.accuracy import (
@@ -38,27 +39,26 @@ from pages.comparisons import comparison_tables, paper_tables
 from pages.detection import detection_tables, judging_tables, overfit_tables
 from pages.faults import faults_table
 from pages.front import headline, results_in_brief, speed_in_brief
+from pages.gaps import gaps
 from pages.gpu_tests import gpu_tests
 from pages.plain import QUESTIONS, answer, other_tables
+from pages.recipes import evaluation_protocols, list_of_tables, recipes_table
 from pages.speed import speed_bounds, speed_tables
 from xmoco import load_backbone
-from xmoco.config import Config
 from xmoco.data.patterns import patterns
 from xmoco.data.sources import open_images
 from xmoco.demo import NAMES
 from xmoco.evaluate.features import backbone_features
 from xmoco.evaluate.knn import nearest_neighbours
-from xmoco.methods import method_class
-from xmoco.report.circumstances import markdown_table
 from xmoco.report.curves import LIGHT, Panel, claims_png, draw_panel, read_history
 from xmoco.report.sheets import WRONG
-from xmoco.settings import load_config, recipe_names
-from xmoco.tables.definition import read_table, table_names
 from xmoco.train.run_folder import RunFolder
 
 DOCS = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 NEIGHBOURS = 8
+SHOWN = "accuracies"
+"""The key of a picture's text."""
 GAP = 0.06  # around a picture, as a share of its cell
 
 
@@ -72,7 +72,7 @@ def main() -> None:
     print(f"wrote the tables of {', '.join(str(page.relative_to(ROOT)) for page in pages())}")
     if options.picture is not None:
         for name, draw in PICTURES.items():
-            picture = of_few_colours(draw(options.picture))
+            picture = of_few_colours(draw(options.picture), last_accuracies(options.picture))
             (DOCS / name).write_bytes(picture)
             print(f"wrote {DOCS / name}, {len(picture) / 1000:.0f} kB")
 
@@ -93,89 +93,14 @@ def up_to_date(text: str, page: Path, results: Path = RESULTS) -> str:
     return GENERATED.sub(made_anew, text)
 
 
-def place_of(config: Config) -> tuple[int, bool, int]:
-    """Small images first, XMoCo before the others, small batches first."""
-    return config.input.size, config.method.name != "xmoco", config.train.batch
-
-
-def recipes_table(_: Place) -> str:
-    """XMoCo's recipes; then a row for every other method, with its recipes for small images and for
-    large ones."""
-    configs = {name: load_config(name) for name in recipe_names()}
-    in_order = sorted(configs, key=lambda name: place_of(configs[name]))
-    own = [name for name in in_order if configs[name].method.name == "xmoco"]
-    others = {name: config for name, config in configs.items() if name not in own}
-    first = [
-        [f"`{name}`", f"`{config.data.source}`", images_told(config), *effort(config)]
-        for name, config in ((name, configs[name]) for name in own)
-    ]
-    return "\n\n".join(
-        (
-            markdown_table(
-                ["recipe of XMoCo", "data", "backbone and image size", "epochs", "batch"],
-                "lllrr",
-                first,
-            ),
-            recipes_by_method(others),
-        )
-    )
-
-
-def images_told(config: Config) -> str:
-    enlarged = config.input.eval_size
-    judged = "" if enlarged is None else f", evaluated at {enlarged} px"
-    return f"`{config.model.backbone}`, {config.input.size} px{judged}"
-
-
-def effort(config: Config) -> tuple[str, str]:
-    return f"{config.train.epochs:,}", f"{config.train.batch:,}"
-
-
-LARGE = "-imagenet"
-"""How the names of recipes for large images end."""
-
-
-def recipes_by_method(configs: Mapping[str, Config]) -> str:
-    """What nearly all recipes of a kind share stands above them; the others say what they have."""
-    small = {name: config for name, config in configs.items() if not name.endswith(LARGE)}
-    large = {name: config for name, config in configs.items() if name.endswith(LARGE)}
-    shared = [most_common(map(images_told, some.values())) for some in (small, large)]
-    titles = {name: method_class(config.method).title for name, config in small.items()}
-    assert {name + LARGE for name in small} == set(large), "a row has a recipe of either kind"
-    rows = []
-    for name in sorted(small, key=lambda name: titles[name].lower()):
-        row = [titles[name]]
-        for recipe, usual in zip((name, name + LARGE), shared, strict=True):
-            told = images_told(configs[recipe])
-            row.append(f"`{recipe}`" if told == usual else f"`{recipe}` ({told})")
-            row.append(" × ".join(effort(configs[recipe])))
-        rows.append(row)
-    headings = ["other method", "for CIFAR-10", "epochs × batch", "for ImageNet", "epochs × batch"]
-    told = f"Those for CIFAR-10 train {shared[0]}; those for ImageNet {shared[1]}, unless noted."
-    return f"{markdown_table(headings, 'llrlr', rows)}\n\n{told}"
-
-
-def most_common(words: Iterable[str]) -> str:
-    return Counter(words).most_common(1)[0][0]
-
-
-def list_of_tables(_: Place) -> str:
-    rows = []
-    for name in table_names():
-        table = read_table(name)
-        more = [c.heading for c in table.measured if not c.measure.endswith("_top1")]
-        told = ", ".join(more) or "–"
-        rows.append([f"`{name}`", table.about, f"`{table.recipe}`", str(table.epochs), told])
-    headings = ["table", "rows", "recipe", "epochs", "columns besides accuracy"]
-    return markdown_table(headings, "lllrl", rows)
-
-
 PARTS: dict[str, Callable[[Place], str]] = {
     "headline": headline,
     "results-in-brief": results_in_brief,
     "speed-in-brief": speed_in_brief,
     "recipes": recipes_table,
     "tables": list_of_tables,
+    "evaluation-protocols": evaluation_protocols,
+    "gaps": gaps,
     "demo": partial(learning_tables, pattern="demo.jsonl"),
     "learning": partial(learning_tables, pattern="recipe-*.jsonl"),
     "methods": methods_table,
@@ -229,12 +154,23 @@ PICTURES: dict[str, Callable[[Path], bytes]] = {
 }
 
 
-def of_few_colours(picture: bytes) -> bytes:
-    """256 are enough for them, and take a third of the space."""
+def of_few_colours(picture: bytes, shown: Mapping[str, float]) -> bytes:
+    """256 are enough for them, and take a third of the space. The file holds what was ``shown``: a
+    test compares it with the records."""
     small = io.BytesIO()
     drawn = Image.open(io.BytesIO(picture)).convert("RGB")
-    drawn.quantize(256).save(small, format="png", optimize=True)
+    told = PngInfo()
+    told.add_text(SHOWN, json.dumps(shown))
+    drawn.quantize(256).save(small, format="png", optimize=True, pnginfo=told)
     return small.getvalue()
+
+
+def last_accuracies(runs: Path) -> dict[str, float]:
+    """What kNN said of both backbones when their runs were over."""
+    return {
+        method: read_history(runs / method).knn()[method].values[-1]
+        for method in ("xmoco", "mocov2plus")
+    }
 
 
 def knn_panel(runs: Path) -> Panel:

@@ -179,7 +179,7 @@ def judge(folder: Path, world: int) -> dict[str, float]:
     found = {}
     for name, other in (("split", test), ("leave one out", None)):
         monitor = Monitor(config, "work", train, other, torch.device("cpu"))
-        found[name] = monitor.untrained(backbone).value
+        found[name] = monitor.initial(backbone).value
         found[f"{name}, raw"] = monitor.raw_pixels().value
     return found
 

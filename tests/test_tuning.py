@@ -79,7 +79,9 @@ def test_a_run_of_other_images_is_not_taken_for_this_one(tune: Tune, tmp_path: P
     (tmp_path / "tuning.jsonl").unlink()
     (tmp_path / "b").mkdir()
     (tmp_path / "a" / "tuning").rename(tmp_path / "b" / "tuning")
-    with pytest.raises(UserError, match=r"another configuration \(data\.source"):
+    first = min((tmp_path / "b" / "tuning" / "train").rglob("*.png"))
+    first.rename(first.with_name("another.png"))
+    with pytest.raises(UserError, match="belongs to other settings or images"):
         tune("none", data="b/tuning")
 
 

@@ -21,6 +21,7 @@ SUBJECTS = {
     **METHOD_NAMES,
     **NAMES,
     "supervised": "supervised",
+    "moco": "MoCo (one direction)",
     "mocov2plus (again)": "MoCo v2+, repeated",
     "xmoco, K 65,536": "XMoCo, K = 65,536",
     "xmoco (plain)": "XMoCo, plain PyTorch",

@@ -34,14 +34,22 @@ JUDGES = {"xmoco": "xmoco, by hotcoco", "pycocotools": "pycocotools"}
 """By the subjects of records."""
 
 
+DETECTED_HEADING = "## Results"
+NOTHING_DETECTED = (
+    "Average precision on COCO or PASCAL VOC has not been measured yet, nor has any backbone been "
+    "compared with another by detection."
+)
+
+
 def detection_tables(place: Place, pattern: str = "detect.jsonl") -> str:
-    """One for every detector and set; rows by who made the backbone."""
+    """One for every detector and set; rows by who made the backbone. Where there are none, that is
+    said."""
     tables = []
     for file in place.files(pattern):
         records = read_records(file, Detected, COLUMNS)
         for alike in grouped(records, compared_with):
             tables += [title(alike[0]), table(place, file, alike)]
-    return "\n\n".join(tables)
+    return "\n\n".join([DETECTED_HEADING, *(tables or [NOTHING_DETECTED])])
 
 
 OVERFIT_HEADING = "## Sanity check: overfitting a few images"

@@ -40,7 +40,7 @@ def monitor(train: ImageSet, test: ImageSet | None) -> Monitor:
 def test_records_of_all_three_subjects() -> None:
     judge = monitor(coloured(6, 0), coloured(4, 1))
     backbone = Flat()
-    records = [judge.raw_pixels(), judge.untrained(backbone), judge.trained(backbone, 4, 40)]
+    records = [judge.raw_pixels(), judge.initial(backbone), judge.trained(backbone, 4, 40)]
     assert [record.subject for record in records] == ["raw pixels", "untrained", "xmoco"]
     assert [record.value for record in records] == [100, 100, 100]
     assert [record.protocol["features"] for record in records] == ["pixels", "backbone", "backbone"]
@@ -64,7 +64,7 @@ def test_images_are_judged_at_the_size_that_was_asked_for() -> None:
 
     config = CONFIG.model_copy(update={"input": CONFIG.input.model_copy(update={"eval_size": 12})})
     judge = Monitor(config, "colours", coloured(6, 0), coloured(4, 1), torch.device("cpu"))
-    assert judge.untrained(Watching()).protocol["size"] == 12
+    assert judge.initial(Watching()).protocol["size"] == 12
     assert Watching.sides == {12}
 
 
@@ -82,7 +82,7 @@ def test_wrong_labels_are_noticed() -> None:
     test = coloured(4, 1)
     assert test.labels is not None
     test.labels[:3] = torch.tensor([1, 2, 0])
-    assert monitor(coloured(6, 0), test).untrained(Flat()).value == 75
+    assert monitor(coloured(6, 0), test).initial(Flat()).value == 75
 
 
 def test_judging_needs_labels_on_both_sides() -> None:
@@ -104,10 +104,10 @@ def test_judging_needs_one_label_for_each_image() -> None:
 
 
 def test_leave_one_out_without_a_test_split() -> None:
-    record = monitor(coloured(6, 0), None).untrained(Flat())
+    record = monitor(coloured(6, 0), None).initial(Flat())
     assert record.protocol["split"] == "leave one out"
     assert record.protocol["judged_images"] == 18
-    few = monitor(coloured(1, 0), None).untrained(Flat())
+    few = monitor(coloured(1, 0), None).initial(Flat())
     assert (few.protocol["k"], few.protocol["voters"]) == (3, 2)
     assert record.value == 100
 
@@ -148,7 +148,7 @@ def test_a_replaced_image_is_judged_and_pictured_with_its_own_label(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     judge = monitor(Streamed(), None)
-    assert judge.untrained(Flat()).value == judge.raw_pixels().value == 100
+    assert judge.initial(Flat()).value == judge.raw_pixels().value == 100
 
     sheet: dict[str, torch.Tensor] = {}
 

@@ -90,7 +90,7 @@ def learned(settings: list[str], names: tuple[str, ...], folder: Path) -> tuple[
     training = prepare_training(config, build_fabric(config.run), train, RunFolder(folder))
     backbone = training.task.encoder.backbone
     monitor = Monitor(config, "patterns", train, test, torch.device("cpu"))
-    untrained, told = monitor.untrained(backbone).value, Values()
+    untrained, told = monitor.initial(backbone).value, Values()
     training.train(told)
     trained = monitor.trained(backbone, epoch=2, step=training.step).value
     assert trained > untrained + 5, (untrained, trained)

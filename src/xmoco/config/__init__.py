@@ -50,12 +50,18 @@ class InputConfig(Section):
         None,
         ge=8,
         le=1024,
-        description="Side of the central view in evaluations. Random crops show things larger "
-        "than whole images do, so more than `size` may suit; null: `size`. It is null again where "
-        "only `size` is changed.",
+        description="Side of evaluation images in pixels. Objects look larger in random crops than "
+        "in whole images, so more than `size` often works better; null: `size`. "
+        "Changing only `size` resets it to null.",
     )
-    mean: Rgb = Field((0.485, 0.456, 0.406), description="Subtracted from the channels (0 to 1).")
-    std: Rgb = Field((0.228, 0.224, 0.225), description="Divides the channels afterwards.")
+    mean: Rgb = Field(
+        (0.485, 0.456, 0.406),
+        description="Channel means, of pixel values from 0 to 1, that are subtracted.",
+    )
+    std: Rgb = Field(
+        (0.228, 0.224, 0.225),
+        description="Channel standard deviations by which the result is divided.",
+    )
 
     @property
     def central_size(self) -> int:
@@ -145,10 +151,11 @@ class ModelConfig(Section):
     feature_size: int = Field(128, ge=2, description="Length d of queries and keys.")
     batch_norm: Literal["auto", "plain", "split", "shuffled", "synchronised"] = Field(
         "auto",
-        description="What keeps batch statistics from telling a query its key: `split` uses "
-        "groups in one process, `shuffled` swaps keys between processes, `synchronised` shares "
-        "statistics (CUDA), `plain` does nothing. `auto`: where a method has keys to hide, split "
-        "in one process and shuffled in many; else plain, or synchronised in many on CUDA.",
+        description="How to keep batch statistics from leaking which key belongs to a query: "
+        "`split` uses groups within one process, `shuffled` exchanges keys between "
+        "processes, `synchronised` shares statistics (CUDA), `plain` does nothing. "
+        "`auto`: for methods with keys, split in one process and shuffled in several; "
+        "for others plain, or synchronised in several on CUDA.",
     )
     batch_norm_groups: int = Field(8, ge=2, description="Groups of `split` batch norm.")
 
@@ -164,9 +171,10 @@ class TrainConfig(Section):
     accumulate: int = Field(
         1,
         ge=1,
-        description="Split a step's batch into this many parts to save memory. A part has batch "
-        "statistics of its own and, of the step, meets only the parts before it: their keys are in "
-        "the banks already; SimCLR's negatives come from the part alone.",
+        description="Split a step's batch into this many parts to save memory. Each part has its "
+        "own batch statistics, and of its step it is compared only with the parts "
+        "before it, whose keys are in the banks already; SimCLR's negatives come from "
+        "the same part only.",
     )
     seed: int = Field(0, ge=0, description="Order of samples and views are functions of it.")
     checkpoint_minutes: float = Field(
@@ -181,9 +189,14 @@ class TrainConfig(Section):
 class MonitorConfig(Section):
     knn_every: int = Field(1, ge=0, description="Epochs between kNN measurements; 0: never.")
     knn_k: int = Field(200, ge=1, description="Neighbours that vote.")
-    knn_temperature: float = Field(0.1, gt=0, description="Votes weigh exp(similarity / this).")
+    knn_temperature: float = Field(
+        0.1, gt=0, description="A neighbour's vote has the weight exp(cosine similarity / this)."
+    )
     knn_images: int = Field(
-        50_000, ge=1, description="At most this many training images vote, and as many are judged."
+        50_000,
+        ge=1,
+        description="At most this many training images vote, and at most as many test images are "
+        "evaluated.",
     )
 
 
@@ -200,8 +213,9 @@ class RunConfig(Section):
     )
     skip_bad_steps: bool = Field(
         False,
-        description="Leave steps out whose loss is no number, or a thousand times as large as "
-        "before; otherwise the run ends there. Takes memory for a copy of all weights.",
+        description="Skip steps whose loss is NaN, infinite or a thousand times as large as "
+        "before; otherwise the run stops there. Takes memory for a copy of all "
+        "weights.",
     )
     readers: int = Field(
         8,

@@ -41,7 +41,8 @@ class ConsistencyConfig(MethodSettings):
     consistency_weight: float = Field(
         0.0,
         ge=0,
-        description="Weight of XMoCo's cross-similarity consistency, a term more; 0: none.",
+        description="Weight of XMoCo's cross-similarity consistency as an additional term; 0: "
+        "none.",
     )
     consistency_warmup_epochs: float = Field(
         0.0, ge=0, description="Epochs over which that weight rises linearly from 0."
@@ -94,7 +95,8 @@ class MomentumEncoderConfig(MethodSettings):
         None,
         ge=0,
         le=1,
-        description="Where m arrives at the end of training, along a half cosine; null: it stays.",
+        description="Value of m at the end of training, approached along a half cosine; null: "
+        "constant.",
     )
 
 
@@ -106,8 +108,8 @@ class BankConfig(MomentumEncoderConfig):
     bank_length: int = Field(4096, ge=2, description="Keys K kept in each bank.")
     weak_keys: bool = Field(
         False,
-        description="Keys are of two more views of an image, made by `weak_views`; not in the "
-        "paper.",
+        description="Compute keys from two additional views of an image, made by `weak_views`; not "
+        "in the paper.",
     )
     predictor_hidden: int = Field(
         0,
@@ -157,8 +159,8 @@ class DirectedConfig(BankConfig):
 
     symmetric: bool = Field(
         False,
-        description="Whether both sides of an image have queries and keys, each meeting the "
-        "other's; else one view makes queries and another one keys.",
+        description="Whether both views of an image make queries and keys, each compared with the "
+        "other's; otherwise one view makes queries and the other keys.",
     )
 
     @field_validator("label_weight", "consistency_weight", check_fields=False)
@@ -213,8 +215,8 @@ class XMoCoConfig(TwoBanksConfig):
         None,
         gt=0,
         le=1,
-        description="Where ξ arrives at the end of training, along a half cosine; null: it stays, "
-        "as in the paper.",
+        description="Value of ξ at the end of training, approached along a half cosine; null: "
+        "constant, as in the paper.",
     )
 
     @property
@@ -241,7 +243,7 @@ class MoCoV2PlusConfig(TwoBanksConfig):
 
 class MoCoOneWayConfig(BankIdeasConfig, DirectedConfig, MoCoConfig):
     name: Literal["moco"] = Field(
-        "moco", description="A query picks its key out of past ones: MoCo, versions 1 and 2."
+        "moco", description="A query identifies its key among past ones: MoCo, versions 1 and 2."
     )
 
 
@@ -296,9 +298,9 @@ class AlignUniformConfig(DirectedConfig):
     )
     symmetric: bool = Field(
         True,
-        description="Whether both sides of an image have queries and keys, each meeting the "
-        "other's, as in the table of XMoCo's paper; else one view makes queries and another one "
-        "keys.",
+        description="Whether both views of an image make queries and keys, each compared with the "
+        "other's, as in the table of XMoCo's paper; otherwise one view makes queries "
+        "and the other keys.",
     )
     align_weight: float = Field(
         3.0, ge=0, description="Weight of the squared distance of queries and their keys."
@@ -313,7 +315,7 @@ class AlignUniformConfig(DirectedConfig):
 
 class JCLConfig(BankIdeasConfig, DirectedConfig, MoCoConfig):
     name: Literal["jcl"] = Field(
-        "jcl", description="InfoNCE with endlessly many keys of an image, as a Gaussian has them."
+        "jcl", description="InfoNCE with infinitely many keys of an image, modelled by a Gaussian."
     )
     symmetric: bool = Field(
         False, description="Whether two views of an image make queries, for the same keys."
@@ -341,7 +343,7 @@ class SimCLRConfig(IdeasConfig):
 
 class BYOLConfig(MomentumEncoderConfig):
     name: Literal["byol"] = Field(
-        "byol", description="A predictor tells the momentum encoder's features; no negatives."
+        "byol", description="A predictor regresses the momentum encoder's features; no negatives."
     )
     key_momentum: float = Field(
         0.99, ge=0, le=1, description="m: g ← m·g + (1−m)·f after every step."
@@ -350,7 +352,8 @@ class BYOLConfig(MomentumEncoderConfig):
         1.0,
         ge=0,
         le=1,
-        description="Where m arrives at the end of training, along a half cosine; null: it stays.",
+        description="Value of m at the end of training, approached along a half cosine; null: "
+        "constant.",
     )
     predictor_hidden: int = Field(4096, ge=1, description="Width of the predictor's hidden layer.")
 
@@ -373,7 +376,9 @@ class PrototypesConfig(SmallViewsConfig):
 
 class SwAVConfig(PrototypesConfig):
     name: Literal["swav"] = Field(
-        "swav", description="Codes of one view over learned prototypes, told from the others."
+        "swav",
+        description="Cluster assignments of a view over learned prototypes are predicted from the "
+        "others.",
     )
 
 
@@ -394,14 +399,16 @@ class UOTAConfig(PrototypesConfig):
 
 class SimSiamConfig(MethodSettings):
     name: Literal["simsiam"] = Field(
-        "simsiam", description="A predictor tells the encoder's own features of the other view."
+        "simsiam", description="A predictor regresses the encoder's own features of the other view."
     )
     predictor_hidden: int = Field(512, ge=1, description="Width of the predictor's hidden layer.")
 
 
 class BarlowTwinsConfig(MethodSettings):
     name: Literal["barlowtwins"] = Field(
-        "barlowtwins", description="Features of two views correlate one by one, not with others."
+        "barlowtwins",
+        description="Each feature correlates with itself in the other view, and with no other "
+        "feature.",
     )
     redundancy_weight: float = Field(
         0.0051, ge=0, description="λ: weight of the correlations of different features."
@@ -409,14 +416,15 @@ class BarlowTwinsConfig(MethodSettings):
     loss_scale: float = Field(
         0.024,
         gt=0,
-        description="Multiplies the loss, which sums over features; LARS minds it for norms and "
-        "biases only.",
+        description="Multiplies the loss, which sums over features; under LARS it only affects "
+        "norms and biases.",
     )
 
 
 class VICRegConfig(MethodSettings):
     name: Literal["vicreg"] = Field(
-        "vicreg", description="Views agree, features vary, and do not vary together."
+        "vicreg",
+        description="Views agree, every feature varies, and different features are uncorrelated.",
     )
     invariance_weight: float = Field(
         25.0, ge=0, description="Weight of the views' squared difference."
@@ -437,9 +445,7 @@ class NeighbourConfig(MomentumEncoderConfig):
     )
     predictor_hidden: int = Field(2048, ge=1, description="Width of the predictor's hidden layer.")
     bank_length: int = Field(4096, ge=2, description="Keys K kept in the bank.")
-    neighbours: int = Field(
-        5, ge=1, description="How many keys of the bank, the nearest ones, are told."
-    )
+    neighbours: int = Field(5, ge=1, description="How many of the bank's nearest keys are targets.")
     weak_keys: bool = Field(
         True, description="The view whose keys enter the bank is made by `weak_views`."
     )
@@ -454,25 +460,27 @@ class NeighbourConfig(MomentumEncoderConfig):
 
 class MSFConfig(NeighbourConfig):
     name: Literal["msf"] = Field(
-        "msf", description="A predictor tells a key and its nearest neighbours: mean shift."
+        "msf", description="A predictor regresses a key and its nearest neighbours: mean shift."
     )
 
 
 class MNNConfig(NeighbourConfig):
     name: Literal["mnn"] = Field(
-        "mnn", description="A predictor tells a key, and mixtures of it with its neighbours."
+        "mnn", description="A predictor regresses a key, and mixtures of it with its neighbours."
     )
 
 
 class SupervisedConfig(MethodSettings):
     name: Literal["supervised"] = Field(
-        "supervised", description="A linear classifier learns labels; the upper reference."
+        "supervised", description="A linear classifier trained on labels, for reference."
     )
 
 
 class InstDiscConfig(IdeasConfig):
     name: Literal["instdisc"] = Field(
-        "instdisc", description="An image finds its own past look among those of all images."
+        "instdisc",
+        description="Each image is a class of its own, compared with a memory slot for every "
+        "image.",
     )
     temperature: float = Field(
         0.07, gt=0, description="τ: divides similarities before the softmax."

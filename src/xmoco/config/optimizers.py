@@ -19,7 +19,7 @@ class OptimizerConfig(Section):
     warmup_epochs: float = Field(0.0, ge=0, description="Epochs of linear warm-up.")
     weight_decay: float = Field(1e-4, ge=0, description="Weight decay.")
     decay_norms_and_biases: bool = Field(
-        True, description="Whether weight decay is for norms and biases too."
+        True, description="Whether weight decay applies to norms and biases too."
     )
 
 
@@ -31,21 +31,23 @@ class SGDConfig(OptimizerConfig):
 
 class LARSConfig(OptimizerConfig):
     name: Literal["lars"] = Field(
-        "lars", description="SGD whose rate suits every layer's weights, for large batches."
+        "lars", description="SGD with layer-wise adaptive learning rates, for large batches."
     )
     sgd_momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of SGD.")
     trust: float = Field(
-        0.001, gt=0, description="A layer moves by this share of its weights at rate 1."
+        0.001,
+        gt=0,
+        description="Trust coefficient: at learning rate 1 a layer moves by this fraction of its "
+        "weights' norm.",
     )
     clip: bool = Field(
         False,
-        description="A layer moves by that share at any rate, but no further than by SGD with the "
-        "rate (LARC).",
+        description="Clip the adaptive rate at the learning rate, as in LARC.",
     )
     decay_norms_and_biases: bool = Field(
         True,
-        description="Whether weight decay is for norms and biases too, and a rate that suits them; "
-        "else they move as by SGD.",
+        description="Whether weight decay and the adaptive rate apply to norms and biases too; "
+        "otherwise they are updated as by SGD.",
     )
 
 

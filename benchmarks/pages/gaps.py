@@ -1,0 +1,44 @@
+"""What no record tells: so that nobody has to look for it in vain."""
+
+from collections.abc import Iterator
+
+from pages.common import AnyRecord, Place
+from xmoco.records import read_records
+
+
+def gaps(place: Place) -> str:
+    """A line for everything that a reader may look for and that has not been measured."""
+    return "\n".join(f"- {line}" for line in not_measured(place))
+
+
+def not_measured(place: Place) -> Iterator[str]:
+    if not place.files("tables*.jsonl"):
+        yield "The paper's tables: no row of `xmoco tables run` has been trained."
+    photographs = judged(place, "compare-imagenette*.jsonl")
+    if not {"xmoco", "mocov2plus"} <= {record.subject for record in photographs}:
+        yield (
+            "XMoCo as published against MoCo v2+ on photographs: on test images, only XMoCo+ has "
+            "been compared."
+        )
+    small = judged(place, "protocols-cifar10*.jsonl") + judged(place, "compare-cifar10*.jsonl")
+    if not any(record.subject.startswith("mocov2plus") for record in small):
+        yield "MoCo v2+ on CIFAR-10's test images."
+    if not any(record.protocol.get("recipe") == "imagenet" for record in judged(place, "*.jsonl")):
+        yield "Training on ImageNet, and the recipes for it."
+    if not place.files("detect.jsonl"):
+        yield "Detection on COCO or PASCAL VOC."
+    if not any(len(r.machine.get("gpus", [])) > 1 for r in read(place, "*.jsonl")):
+        yield "Training on more than one GPU."
+
+
+def judged(place: Place, pattern: str) -> list[AnyRecord]:
+    """Accuracies of backbones on test images."""
+    return [
+        record
+        for record in read(place, pattern)
+        if record.measure.endswith("_top1") and record.protocol.get("split", "test") == "test"
+    ]
+
+
+def read(place: Place, pattern: str) -> list[AnyRecord]:
+    return [record for file in place.files(pattern) for record in read_records(file, AnyRecord)]
