@@ -125,7 +125,7 @@ def test_where_the_last_checkpoint_is_lost_the_one_before_serves(
     outcome = run_cli("pretrain", "--resume", "--out", run)
     assert_done(outcome)
     assert f"warning: {last.name} is {harm}; going on from {before.name}" in outcome.stdout
-    assert "going on after step 6 " in outcome.stdout
+    assert "resuming after step 6 " in outcome.stdout
     assert_same_end(run, whole)
     assert logged_steps(run) == logged_steps(whole)
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
@@ -193,7 +193,7 @@ def test_killed_in_the_middle_of_a_checkpoint(
     assert newest.notes == []
     outcome = run_cli("pretrain", "--resume", "--out", run)
     assert_done(outcome)
-    assert ("going on after step 2 " in outcome.stdout) == (count == 7)
+    assert ("resuming after step 2 " in outcome.stdout) == (count == 7)
     assert_same_end(run, whole)
     assert not list((run / "checkpoints").glob(".*"))
 
@@ -308,7 +308,7 @@ def test_images_vanish_or_go_bad(
     assert 2 <= step <= 6  # those that were read already
     outcome = run_cli("pretrain", "--resume", "--out", run)
     assert_done(outcome)
-    assert f"going on after step {step} " in outcome.stdout
+    assert f"resuming after step {step} " in outcome.stdout
     assert_same_end(run, whole)
     assert not (run / "unreadable.txt").exists()
 
@@ -341,12 +341,12 @@ def test_a_run_that_diverged_goes_on_without_the_step(recipe: Path, tmp_path: Pa
     with pytest.MonkeyPatch.context() as patch:
         spoil_at(patch, 7)
         outcome = run_cli("pretrain", "--recipe", recipe, "--out", run)
-        words = "no longer a number at step 7", "step-000000006.ckpt", "skip_bad_steps=true"
+        words = "NaN or infinite at step 7", "step-000000006.ckpt", "skip_bad_steps=true"
         assert_refused(outcome, *words)
         assert_refused(run_cli("pretrain", "--resume", "--out", run), *words)
         outcome = run_cli("pretrain", "--resume", "--out", run, "--skip-bad-steps")
     assert_done(outcome)
-    assert "the loss is no longer a number at step 7: that step is left out" in outcome.stdout
+    assert "the loss is NaN or infinite at step 7: that step is skipped" in outcome.stdout
     assert logged_steps(run) == [2, 4, 6, 8, 10, 12]
     assert all(torch.isfinite(torch.tensor(line["values"]["loss"])) for line in metrics(run))
 

@@ -111,14 +111,14 @@ def test_the_others_end_with_a_sentence_and_the_run_goes_on(
     assert "Traceback" not in text
     (sentence,) = [line for line in text.splitlines() if "xmoco: " in line]
     assert f"the process of rank {rank}, of 2, has ended" in sentence
-    assert sentence.endswith(f"Go on with: xmoco pretrain --resume --out {run}")
+    assert sentence.endswith(f"Resume with: xmoco pretrain --resume --out {run}")
     assert said[0].read_text().count("run folder:") == 1  # the first speaks, known by variables
     assert "run folder:" not in said[1].read_text()
     if rank == 0:
         last = int(re.findall(r"\d+", checkpoints(run)[-1].name)[0])
         with no_pictures():
             assert_done(run_cli("pretrain", "--resume", "--out", run))
-        assert f"going on after step {last} " in (run / "train.log").read_text()
+        assert f"resuming after step {last} " in (run / "train.log").read_text()
         assert checkpoints(run)[-1].name == "step-000000080.ckpt"
 
 
@@ -137,7 +137,7 @@ def test_the_signal_that_ended_a_process_is_named(
     watch = partners._Watch(fabric, "xmoco again")
     watch._talk()
     assert watch.gone == 1
-    words = f"the process of rank 1, of 2, was ended by {name}. Go on with: xmoco again"
+    words = f"the process of rank 1, of 2, was ended by {name}. Resume with: xmoco again"
     assert str(watch.lost_partner()) == words
 
 

@@ -60,7 +60,7 @@ def test_auto_tells_of_views_that_suit_a_gpu(
     show_plan(data=images, overrides=["device=cpu"])
     said = capsys.readouterr().out
     assert "  eval_size=96: crops show things larger than whole images do" in said
-    views = "2 of 64 px and 2 weak ones of 64 px and 4 of 32 px, judged by central crops of 96 px"
+    views = "2 of 64 px and 2 weak ones of 64 px and 4 of 32 px, evaluated on centre crops of 96 px"
     assert views in said
     show_plan(data=images, overrides=["device=cpu", "eval_size=64", "local_crops=0"])
     said = capsys.readouterr().out

@@ -244,7 +244,7 @@ def test_the_size_to_be_judged_at_goes_from_the_recipe_into_the_weights(tmp_path
     recipe = write_recipe(tmp_path / "two.yaml", few, input=sizes, train={"epochs": 1})
     result = xmoco.pretrain(recipe, out=tmp_path / "run")
     log = (result.folder / "train.log").read_text()
-    assert "random views of an image: 2 of 16 px, judged by central crops of 24 px\n" in log
+    assert "random views of an image: 2 of 16 px, evaluated on centre crops of 24 px\n" in log
     records = [line for line in metrics(result.folder) if line.get("measure") == "knn_top1"]
     assert {record["protocol"]["size"] for record in records} == {24}
     (judged,) = xmoco.evaluate_knn(result.folder, few, ks=(records[-1]["protocol"]["k"],))

@@ -161,7 +161,7 @@ def test_stopped_in_the_middle_of_an_epoch(
     outcome = run_cli("pretrain", "--resume", "--out", stopped)
     assert outcome.status == TRY_AGAIN
     assert "stopped by SIGTERM after step 13 of 24" in outcome.stderr
-    assert "going on after step 2 (epoch 0.2)" in outcome.stdout
+    assert "resuming after step 2 (epoch 0.2)" in outcome.stdout
     assert_done(run_cli("pretrain", "--resume", "--out", stopped))
     assert_same_end(stopped, whole)
     method = read_config(whole / "config.yaml").method.name
@@ -204,7 +204,7 @@ def test_signals_to_a_real_process(recipe: Path, tmp_path: Path, number: signal.
     assert errors.count("\n") == 1
     assert errors.startswith(f"xmoco: stopped by {number.name} after step ")
     assert "Traceback" not in errors
-    offered = errors.rpartition("Go on with: ")[2].split()
+    offered = errors.rpartition("Resume with: ")[2].split()
     assert offered == ["xmoco", "pretrain", "--resume", "--out", "run"]
     (step,) = (int(path.stem.removeprefix("step-")) for path in checkpoints(run)[-1:])
     assert f"after step {step} of 4000" in errors

@@ -70,7 +70,7 @@ def test_the_demo_recipe_trains_with_two_of_which_one_is_killed(
     assert first.returncode == 1, out + errors
     assert "Traceback" not in out + errors
     assert [line for line in errors.splitlines() if line.startswith("xmoco: ")] == [
-        "xmoco: the process of rank 1, of 2, was ended by SIGKILL. Go on with: "
+        "xmoco: the process of rank 1, of 2, was ended by SIGKILL. Resume with: "
         "xmoco pretrain --resume --out run devices=2"
     ]
     assert "2 × cpu, batch 32" in out
@@ -131,7 +131,7 @@ def test_batch_norm_is_chosen_anew_where_a_run_goes_on(
     said = lines_of_a_session(other, resume=True)
     assert f"{words[other]} ({chosen[devices]} before, on {devices} × cpu)" in said
     # Several processes agree to save at ends of epochs, and every so many steps.
-    assert f"going on after step {'3 (epoch 1.5)' if devices == 1 else '2 (epoch 1.0)'}" in said
+    assert f"resuming after step {'3 (epoch 1.5)' if devices == 1 else '2 (epoch 1.0)'}" in said
     assert logged_steps(run) == [4]
     checkpoints(run)[-1].unlink()
     assert words[other] in lines_of_a_session(other, resume=True)  # nothing changed this time

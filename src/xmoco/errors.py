@@ -34,7 +34,7 @@ class Interrupted(Exception):  # noqa: N818 - nothing went wrong
 
     def __init__(self, signal_number: int, where: str, way_on: str) -> None:
         name = signal.Signals(signal_number).name
-        super().__init__(f"stopped by {name} {where}; everything is saved. Go on with: {way_on}")
+        super().__init__(f"stopped by {name} {where}; everything is saved. Resume with: {way_on}")
         self.signal_number = signal_number
 
     @property

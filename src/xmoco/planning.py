@@ -210,7 +210,7 @@ def about(
     )
     yield f"batch norm: {describe_batch_norm(config.model)}{other_norm}"
     central = config.input.eval_size
-    judged = f", judged by central crops of {central} px" if central else ""
+    judged = f", evaluated on centre crops of {central} px" if central else ""
     yield f"random views of an image: {describe_views(method.views)}{judged}"
     yield from method.run.notes
     yield from (f"warning: {warning}" for warning in method.warnings(len(images)))

@@ -266,7 +266,7 @@ def _plan(config: Config, steps_per_epoch: int) -> Plan:
             f"accumulate ({train.accumulate} now), which splits a batch into parts"
         ),
         to_converge=(
-            "leave such steps out with skip_bad_steps=true; or lower the learning rate, raise a "
+            "skip such steps with skip_bad_steps=true, or lower the learning rate, raise a "
             "temperature or take precision=fp32"
         ),
     )
@@ -401,7 +401,7 @@ def _introduction(
         yield "this run is complete: its weights and report are written again"
     elif resumed:
         epoch = training.step / training.steps_per_epoch
-        yield f"going on after step {training.step} (epoch {epoch:.1f})"
+        yield f"resuming after step {training.step} (epoch {epoch:.1f})"
     yield f"run folder: {training.run.path}"
 
 

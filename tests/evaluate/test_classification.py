@@ -374,7 +374,7 @@ def test_a_finished_classifier_is_judged_again_without_training(
     again = linear(listener=ear)
     assert [record.value for record in again] == [record.value for record in first]
     assert ear.heard == [
-        f"{the_run()} holds the finished classifier, which is judged without training it again."
+        f"{the_run()} holds the finished classifier, which is evaluated without training it again."
     ]
     # How it is judged is no matter of training.
     other, _ = linear(options=EvalOptions(eval_size=24))
@@ -457,11 +457,11 @@ def test_an_interrupted_command_goes_on(
     assert outcome.status == TRY_AGAIN
     assert outcome.stderr.count("\n") == 1
     assert "stopped by SIGTERM after step 2 of " in outcome.stderr
-    offered = shlex.split(outcome.stderr.rpartition("Go on with: ")[2])
+    offered = shlex.split(outcome.stderr.rpartition("Resume with: ")[2])
     assert offered == ["xmoco", *map(str, arguments), "--out", "cut"]
     outcome = run_cli(*offered[1:])
     assert outcome.status == 0, outcome.stderr
-    assert "going on in cut after step 2 of " in outcome.stderr
+    assert "resuming in cut after step 2 of " in outcome.stderr
     states = [
         torch.load(checkpoints(Path(run))[-1], weights_only=True)["task"]
         for run in ("whole", "cut")

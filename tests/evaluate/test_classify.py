@@ -257,12 +257,12 @@ def test_a_signal_saves_and_says_how_to_go_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(Training, "advance", stopping)
-        words = rf"stopped by {number.name} after step 8 of 18; .* Go on with: xmoco again"
+        words = rf"stopped by {number.name} after step 8 of 18; .* Resume with: xmoco again"
         with pytest.raises(Interrupted, match=words):
             trained(copy.deepcopy(before), train, protocol, **options)
     assert said == []
     again = trained(copy.deepcopy(before), train, protocol, **options)
-    assert said == ["going on in run after step 8 of 18."]
+    assert said == ["resuming in run after step 8 of 18."]
     for name, value in whole.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
 
@@ -275,7 +275,9 @@ def test_a_finished_classifier_is_found_again(
     first = trained(backbone, train, protocol, folder=Path("run"))
     monkeypatch.setattr(Training, "train", lambda *_: pytest.fail("it was trained again"))
     again = trained(before, train, protocol, folder=Path("run"), say=said.append)
-    assert said == ["run holds the finished classifier, which is judged without training it again."]
+    assert said == [
+        "run holds the finished classifier, which is evaluated without training it again."
+    ]
     for name, value in first.state_dict().items():
         assert torch.equal(again.state_dict()[name], value), name
 
@@ -403,7 +405,7 @@ def test_labels_follow_replaced_images(backbone: torch.nn.Module) -> None:
 
 def test_a_rate_far_too_high_is_said(backbone: torch.nn.Module) -> None:
     wild = CosineProtocol("wild", 32, 1e20, 1e20, 0.0, 40)
-    with pytest.raises(DivergedError, match=r"no longer (a number|numbers) at step \d+") as raised:
+    with pytest.raises(DivergedError, match=r"NaN or infinite at step \d+") as raised:
         trained(backbone, coloured(48, seed=1), wild)
     assert str(raised.value).endswith(": lower the learning rate, and start again.")
 

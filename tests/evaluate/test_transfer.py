@@ -239,11 +239,11 @@ def test_a_signal_in_the_middle_of_a_point(
         outcome = run_cli(*arguments, "--out", "grid", "--device", "cpu")
     assert outcome.status == 128 + signal.SIGINT
     assert "stopped by SIGINT after step 2 of 3" in outcome.stderr
-    offered = shlex.split(outcome.stderr.rpartition("Go on with: ")[2])
+    offered = shlex.split(outcome.stderr.rpartition("Resume with: ")[2])
     assert (in_tmp / "grid" / "photos" / "rate-0.01-decay-0" / "checkpoints").is_dir()
     outcome = run_cli(*offered[1:])
     assert outcome.status == 0, outcome.stderr
-    assert "going on in grid/photos/rate-0.01-decay-0 after step 2 of 3" in outcome.stderr
+    assert "resuming in grid/photos/rate-0.01-decay-0 after step 2 of 3" in outcome.stderr
 
 
 @pytest.mark.usefixtures("tiny_grid")

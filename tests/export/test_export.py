@@ -414,7 +414,7 @@ def test_the_command_says_where_and_how(tiny: Path, tmp_path: Path) -> None:
         (["cifar", "--to", "timm"], ["timm has no cifar stem", "torchvision or onnx"]),
         (["cifar", "--to", "detectron2"], ["Detectron2 has no cifar stem", "torchvision or onnx"]),
         (["misfit", "--to", "timm"], ["does not fit the resnet18"]),
-        (["nan", "--to", "torchvision"], ["features that are no numbers"]),
+        (["nan", "--to", "torchvision"], ["features that are NaN or infinite"]),
     ],
     ids=lambda value: " ".join(value) if "--to" in value else "",
 )

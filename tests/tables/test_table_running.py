@@ -187,7 +187,7 @@ def test_an_interrupted_run_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch
         outcome = run(*arguments)
     assert outcome.status == TRY_AGAIN
     assert "stopped by SIGTERM after step 4 of 6; everything is saved" in outcome.stderr
-    assert "Go on with: xmoco tables run two.yaml --out out --epochs 2" in outcome.stderr
+    assert "Resume with: xmoco tables run two.yaml --out out --epochs 2" in outcome.stderr
     assert records() == []
     steps: list[int] = []
     with monkeypatch.context() as patch:
@@ -220,7 +220,7 @@ def test_what_fails_is_a_gap_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
     assert_refused(
         outcome,
         "4 of 5 runs failed and are gaps in the table",
-        "diverges, seed 0: the loss is no longer a number at step",
+        "diverges, seed 0: the loss is NaN or infinite at step",
         "too large, seed 0: folder gratings (train) has 48 images, too few for a batch of 512",
         "breaks, seed 0: a kernel fell over (all about it is in",
         "large, seed 0: the device has too little memory for it",

@@ -43,7 +43,7 @@ def test_the_first_bad_loss_is_found_by_its_step() -> None:
         found = watch(1.0, bad, 3.0, NAN)
         assert found is not None
         assert found.step == 6
-        assert "no longer a number at step 6" in str(found)
+        assert "NaN or infinite at step 6" in str(found)
 
 
 def test_a_spike_is_told_from_those_before() -> None:
@@ -141,7 +141,7 @@ def test_a_bad_step_ends_the_run_and_is_named(
     """Whatever the moment: no checkpoint is of after that step, though every step would save."""
     training = new_training(recipe, "checkpoint_minutes=0")
     spoil(monkeypatch, training, {at: loss})
-    word = "jumped to 1e\\+09" if loss == 1e9 else "no longer a number"
+    word = "jumped to 1e\\+09" if loss == 1e9 else "NaN or infinite"
     with pytest.raises(DivergedError, match=rf"the loss .*{word}.* at step {at + 1}; "):
         training.train(Callback())
     saved = training.run.checkpoints.paths()
@@ -186,7 +186,7 @@ def test_left_out_steps_leave_no_trace(
         assert torch.equal(value, expected[name]), name
     assert training.left_out == bad
     assert notes.notes == [
-        f"the loss is no longer a number at step {step + 1}: that step is left out"
+        f"the loss is NaN or infinite at step {step + 1}: that step is skipped"
         for step in sorted(bad)
     ]
     assert notes.values == [3, 6, 8]  # nothing is told twice
@@ -265,7 +265,7 @@ def test_a_gradient_that_is_no_number_is_blamed_on_its_own_step(
 
     monkeypatch.setattr(training.task, "before_update", before_update)
     training.train(notes)
-    assert notes.notes == ["the loss is no longer a number at step 5: that step is left out"]
+    assert notes.notes == ["the loss is NaN or infinite at step 5: that step is skipped"]
     for name, value in undisturbed.task.state_dict().items():
         assert torch.equal(training.task.state_dict()[name], value), name
 
@@ -275,7 +275,7 @@ def test_where_all_steps_are_bad_the_run_ends(
 ) -> None:
     training = new_training(recipe, "skip_bad_steps=true", "epochs=20", "log_every=1")
     spoil(monkeypatch, training, dict.fromkeys(range(3, 80), NAN))
-    with pytest.raises(DivergedError, match=f"{FEW + 1} steps were left out already"):
+    with pytest.raises(DivergedError, match=f"{FEW + 1} steps were skipped already"):
         training.train(Callback())
 
 

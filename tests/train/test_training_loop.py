@@ -296,7 +296,7 @@ def test_weights_that_are_no_numbers_are_not_saved(recipe: Path) -> None:
     training.step = 3
     with torch.no_grad():
         training.task.encoder.backbone.conv1.weight[0, 0, 0, 0] = torch.nan
-    with pytest.raises(UserError, match="no longer numbers at step 3"):
+    with pytest.raises(UserError, match="NaN or infinite at step 3"):
         training.save()
     (path,) = training.run.checkpoints.paths()
     assert path.name == "step-000000000.ckpt"
@@ -319,7 +319,7 @@ def test_a_loss_that_is_no_number_stops_the_run(
         return step
 
     monkeypatch.setattr(Training, "advance", spoil)
-    words = "loss is no longer a number at step 2;" if spoilt == "loss" else "no longer a number"
+    words = "loss is NaN or infinite at step 2;" if spoilt == "loss" else "NaN or infinite"
     with pytest.raises(UserError, match=words):
         training.train(Callback())
     assert training.step <= 4

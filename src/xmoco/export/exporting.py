@@ -89,7 +89,7 @@ def export(
     with torch.no_grad():
         expected: Tensor = backbone(images)
     if not expected.isfinite().all():
-        raise UserError(f"the backbone in {source} gives features that are no numbers.")
+        raise UserError(f"the backbone in {source} gives features that are NaN or infinite.")
 
     def write_and_check(file: BinaryIO) -> None:
         target.write(backbone, card, file)

@@ -34,7 +34,7 @@ class BadStep(NamedTuple):
     def __str__(self) -> str:
         if math.isfinite(self.loss):
             return f"the loss jumped to {self.loss:.4g} at step {self.step}"
-        return f"the loss is no longer a number at step {self.step}"
+        return f"the loss is NaN or infinite at step {self.step}"
 
 
 class LossWatch:

@@ -125,5 +125,5 @@ def _train(training: Training, images: ImageSet, told: Callable[[Training], Told
 def _going_on(training: Training, what: str) -> str:
     where, step, total = training.run.path, training.step, training.total_steps
     if training.finished:
-        return f"{where} holds the finished {what}, which is judged without training it again."
-    return f"going on in {where} after step {step} of {total}."
+        return f"{where} holds the finished {what}, which is evaluated without training it again."
+    return f"resuming in {where} after step {step} of {total}."

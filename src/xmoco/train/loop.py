@@ -169,7 +169,7 @@ class Training:
         return newest
 
     def save(self) -> None:
-        """Write a checkpoint, unless the weights are no longer numbers."""
+        """Write a checkpoint, unless weights are NaN or infinite."""
         self.begin_saving()
         self.saver.finish()
 
@@ -178,7 +178,7 @@ class Training:
         # Parameters are the same on all processes, which must end together.
         norms = torch._foreach_norm(list(self.task.parameters()))
         if not torch.stack(norms).isfinite().all():
-            raise self._diverged(f"the weights are no longer numbers at step {self.step}")
+            raise self._diverged(f"the weights are NaN or infinite at step {self.step}")
         consolidate_state_dict(self.task)
         if not self.fabric.is_global_zero:
             return
@@ -321,10 +321,10 @@ class Training:
             raise self._diverged(str(bad))
         self.left_out.add(bad.step - 1)
         if too_many(len(self.left_out), self.step):
-            raise self._diverged(f"{bad}, and {len(self.left_out)} steps were left out already")
+            raise self._diverged(f"{bad}, and {len(self.left_out)} steps were skipped already")
         way_back.go()
         self.step, self.losses.level = way_back.step, way_back.level
-        note = f"{bad}: that step is left out"
+        note = f"{bad}: that step is skipped"
         self.run.log(note)
         if self.fabric.is_global_zero:
             callback.on_note(note)

@@ -156,7 +156,7 @@ class _Watch(threading.Thread):
 
     def lost_partner(self) -> LostPartnerError:
         ended = self.how or "has ended: it says why, or else was killed or lost its machine"
-        go_on = f" Go on with: {self.way_on}" if self.way_on else ""
+        go_on = f" Resume with: {self.way_on}" if self.way_on else ""
         error = LostPartnerError(
             f"the process of rank {self.gone}, of {self.world}, {ended}.{go_on}"
         )
