@@ -17,11 +17,24 @@ from xmoco.errors import UserError
 from xmoco.evaluate.classify import FINETUNE, LINEAR
 from xmoco.evaluate.grid import GRIDS
 from xmoco.records import Measured, Record, append_records
-from xmoco.settings import load_config
+from xmoco.settings import load_config, recipe_names
 from xmoco.tables.definition import read_table
 from xmoco.tables.plan import Asked, plan
 
-NAMES = ("accuracy", "common", "comparisons", "faults", "front", "gpu_tests", "plain", "speed")
+NAMES = (
+    *(
+        "accuracy",
+        "cluster",
+        "common",
+        "comparisons",
+        "faults",
+        "front",
+        "gaps",
+        "gpu_tests",
+        "plain",
+    ),
+    *("recipes", "speed"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -580,6 +593,82 @@ def test_what_test_images_chose_is_not_shown(pages: Any, place: Any) -> None:
     assert "91.0 %" not in text
     assert "81.0 %" in text
     assert "71.0 %" in text
+
+
+# Recipes, protocols, gaps
+
+
+def test_every_recipe_has_its_place(pages: Any, place: Any) -> None:
+    own, others, told = pages.recipes.recipes_table(place).split("\n\n")
+    assert "| `demo` | `patterns` | `tiny`, 32 px | 6 | 64 |" in rows_of(own)
+    assert re.findall(r"^\| `(\w+)`", own, re.MULTILINE) == [
+        *("demo", "cifar10", "imagenette", "imagenet")
+    ]
+    assert "| BYOL | `byol` | 200 × 256 | `byol-imagenet` | 1,000 × 4,096 |" in rows_of(others)
+    assert "| MoCo v1 | `mocov1` | 200 × 512 | `mocov1-imagenet` | 200 × 256 |" in rows_of(others)
+    assert "| Supervised | `supervised` (`resnet18`, 32 px) | " in others
+    assert "for CIFAR-10 train `resnet18`, 32 px, evaluated at 48 px; those for ImageNet" in told
+    shown = re.findall(r"`([\w-]+)`(?= \|| \()", own + others)
+    assert set(recipe_names()) <= set(shown)
+
+
+def test_protocols_of_evaluation_are_those_in_force(pages: Any, place: Any) -> None:
+    text = pages.recipes.evaluation_protocols(place)
+    assert rows_of(text)[2:] == [
+        "| linear (paper) | 512 | 60 | 0.0001 | 100 epochs | × 0.1 after 60 and 80 epochs |",
+        "| linear (MoCo) | 256 | 30 | 0 | 100 epochs | × 0.1 after 60 and 80 epochs |",
+        "| fine-tune | 256 | classifier 0.2, backbone 0.01 | 0 | 20 epochs "
+        "| × 0.2 after 12 and 16 epochs |",
+        "| transfer, end to end (`--grid paper`) | 64 | one of 10 from 0.0001 to 0.1 "
+        "| one of 11 from 0 to 0.001 | 5,000 steps | cosine to 0 |",
+        "| transfer, end to end (`--grid small`) | 64 | one of 3 from 0.001 to 0.1 "
+        "| one of 2 from 0 to 0.0001 | 1,000 steps | cosine to 0 |",
+    ]
+    assert "momentum 0.9 " in text
+    assert "(8 to 100 % of the area)" in text
+
+
+def test_what_was_not_measured_is_told_until_it_is(pages: Any, place: Any) -> None:
+    def told() -> str:
+        return str(pages.gaps.gaps(place))
+
+    def add(file: str, subject: str = "xmoco", split: str = "test", **machine: Any) -> str:
+        facts = {"split": split, "recipe": "imagenet" if file == "recipe-imagenet" else "other"}
+        record = Record("knn_top1", 50, "%", subject, "w", facts, 0, machine=machine)
+        append_records(place.results / f"{file}.jsonl", [record])
+        return told()
+
+    lines = told().splitlines()
+    assert len(lines) == 6
+    assert all(line.startswith("- ") for line in lines)
+    assert "The paper's tables" in told()
+    assert "The paper's tables" not in add("tables")
+    assert "only XMoCo+ has been compared" in add("compare-imagenette", "mocov2plus")
+    assert "only XMoCo+" in add("compare-imagenette", "xmoco", split="validation")
+    assert "only XMoCo+" not in add("compare-imagenette", "xmoco")
+    assert "MoCo v2+ on CIFAR-10" in add("protocols-cifar10", "xmoco")
+    assert "MoCo v2+ on CIFAR-10" not in add("protocols-cifar10", "mocov2plus")
+    assert "ImageNet" in told()
+    assert "ImageNet" not in add("recipe-imagenet")
+    assert "COCO" in told()
+    assert "COCO" not in add("detect")
+    assert "GPU" in add("one", gpus=["Loom"])
+    assert add("several", gpus=["Loom", "Loom"]) == ""
+
+
+def test_predictions_stand_in_the_order_of_gpus_and_once_each(pages: Any, place: Any) -> None:
+    for way, sizes in (("strong", ((64, 4096), (8, 4096))), ("weak", ((8, 512), (64, 4096)))):
+        for gpus, batch in sizes:
+            facts = {"batch": batch, "of_ideal": 93, "images_per_second": 9, "sent_mb": 1}
+            work, value = f"scaling-predicted-{way}", batch / gpus
+            made = Record("predicted_step_ms", value, "ms", f"{gpus} GPUs", work, facts, 0)
+            append_records(place.results / "scaling.jsonl", [made])
+    rows = rows_of(pages.cluster.scaling_tables(place))[2:]
+    assert [row.split(" | ")[:3] for row in rows] == [
+        ["| 8 GPUs", "weak", "512"],
+        ["| 8 GPUs", "strong", "4,096"],
+        ["| 64 GPUs", "strong and weak", "4,096"],
+    ]
 
 
 # Speed

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import json
 import re
 import shlex
 from collections.abc import Callable
@@ -30,7 +31,9 @@ import xmoco.planning
 import xmoco.pretraining
 import xmoco.report.tables
 import xmoco.tables.running
+from xmoco.auto import PATIENCE, STEPS, Situation, choose
 from xmoco.cli import app
+from xmoco.config.methods import XMoCoConfig
 from xmoco.data.label_file import read_label_file
 from xmoco.data.torchvision_sets import SPLIT_ARGUMENTS
 from xmoco.data.transfer_sets import HELD_OUT_PERCENT, TRANSFER_SETS
@@ -44,7 +47,7 @@ from xmoco.evaluate.logistic import STRENGTHS
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.planning import AUTO_BASE
-from xmoco.records import Record
+from xmoco.records import KnnProtocol, Measured, Record, read_records
 from xmoco.settings import load_config
 from xmoco.tables.plan import plan
 
@@ -85,7 +88,8 @@ def python_block(containing: str) -> str:
 TESTED_BLOCKS = (
     "import XMoCoLoss",
     "import BatchXMoCoLoss",
-    "load_backbone(",
+    'Image.open("cat.jpg")',
+    "ImageFolder(",
     "load_file(",
     "xmoco.pretrain(",
     "eval_size=",
@@ -143,12 +147,27 @@ def test_the_loop_without_banks_runs_as_it_stands(capsys: pytest.CaptureFixture[
 
 def test_weights_load_as_shown(photos: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Image.new("RGB", (200, 150), "grey").save("cat.jpg")
-    features = run(python_block("load_backbone("))["features"]
+    features = run(python_block('Image.open("cat.jpg")'))["features"]
     assert features.shape == (1, 512)
     result = run(python_block("load_file("))["result"]
     assert result.missing_keys == ["fc.weight", "fc.bias"]
     assert not result.unexpected_keys
     assert "fc.weight" in capsys.readouterr().out
+
+
+def test_features_are_extracted_as_shown(photos: Path, tmp_path: Path) -> None:
+    for name, colour in (("cat", "grey"), ("dog", "red")):
+        folder = tmp_path / "photos" / name
+        folder.mkdir(parents=True)
+        Image.new("RGB", (200, 150), colour).save(folder / "1.jpg")
+    run(python_block("ImageFolder("))
+    kept = torch.load("features.pt", weights_only=True)
+    backbone, transform = xmoco.load_backbone(photos), xmoco.load_transform(photos)
+    with torch.no_grad():
+        dog = backbone(transform(Image.open("photos/dog/1.jpg"))[None])
+    assert kept["files"] == ["photos/cat/1.jpg", "photos/dog/1.jpg"]
+    assert kept["features"].shape == (2, 512)
+    assert_close(kept["features"][1:], dog, rtol=1e-4, atol=1e-5)
 
 
 def test_detectors_are_used_as_shown(
@@ -399,6 +418,18 @@ def test_pictures_are_small() -> None:
         assert picture.stat().st_size < 300_000
 
 
+@pytest.mark.parametrize("name", ["demo.png", "similarities.png"])
+def test_pictures_show_the_runs_of_the_table(generator: ModuleType, name: str) -> None:
+    """Both are of one run of the demo, with the accuracies of its last records."""
+    last = {
+        record.subject: record.value
+        for record in read_records(generator.RESULTS / "demo.jsonl", Measured[KnnProtocol])
+    }
+    with Image.open(ROOT / "docs" / name) as picture:
+        shown = json.loads(picture.info[generator.SHOWN])
+    assert shown == {name: pytest.approx(last[name]) for name in ("xmoco", "mocov2plus")}
+
+
 def test_names_of_sets_are_those_there_are() -> None:
     (sentence,) = re.findall(r"The paper's ten sets are (.*?), or `all`", FOR_USERS)
     assert re.findall(r"`(\w+)`", sentence) == [name.lower() for name in TRANSFER_SETS]
@@ -416,12 +447,23 @@ def test_metrics_are_those_of_the_paper() -> None:
 
 def test_figures_that_are_settings_are_those_in_force() -> None:
     paper, small = GRIDS["paper"], GRIDS["small"]
+    own = load_config("imagenet").method
+    assert isinstance(own, XMoCoConfig)
+    few, many, slow = (
+        choose(Situation(images, 300, device, 1), lambda *_: 1e9).settings()["epochs"]
+        for images, device in ((200, "cuda"), (5_000_000, "cuda"), (200, "cpu"))
+    )
     for fact in (
         f"one of {len(STRENGTHS)} strengths",
         f"`--grid paper` has {len(paper.points)} points of {paper.steps:,} steps each",
         f"`--grid small` {len(small.points)} of {small.steps:,}",
         f"{HELD_OUT_PERCENT} % of every class in `train/`",
         f"({load_config('imagenet').data.preload_gib:g} GiB unless you change it)",
+        f"The paper uses K = {own.bank_length:,}, τ = {own.temperature:g}, "
+        f"ξ = {own.positive_mass:g} and λ = {own.sharpness:g}.",
+        f"what makes about {STEPS:,} steps, but at least {many} and at most "
+        f"{few}; on a CPU it is what fits into {PATIENCE / 60:g} minutes at the measured "
+        f"speed, at most {slow},",
     ):
         assert fact in FOR_USERS, fact
 

@@ -32,7 +32,7 @@ def scaling_tables(place: Place) -> str:
             table = markdown_table(
                 ["prediction", "scaling", "batch", "step time", "efficiency", "images/s", "sent"],
                 "llrrrrr",
-                [predicted_row(record) for record in clusters],
+                [predicted_row(own) for own in sorted(of_one_size(clusters), key=number_of_gpus)],
             )
             parts.append(section(table, source(place, file, clusters)))
     return "\n\n".join(parts)
@@ -54,11 +54,21 @@ def measured_row(record: AnyRecord) -> list[str]:
     ]
 
 
-def predicted_row(record: AnyRecord) -> list[str]:
+def of_one_size(records: Sequence[AnyRecord]) -> list[list[AnyRecord]]:
+    """Strong and weak scaling meet where as many GPUs share the same batch."""
+    return grouped(records, lambda r: (r.subject, r.protocol["batch"], r.value))
+
+
+def number_of_gpus(records: Sequence[AnyRecord]) -> tuple[int, int]:
+    return int(records[0].subject.split()[0]), records[0].protocol["batch"]
+
+
+def predicted_row(records: Sequence[AnyRecord]) -> list[str]:
+    record = records[-1]
     protocol = record.protocol
     return [
         record.subject,
-        kind(record),
+        " and ".join(dict.fromkeys(map(kind, records))),
         f"{protocol['batch']:,}",
         f"{record.value:,.1f} ms",
         f"{protocol['of_ideal']:.0f} %",

@@ -13,7 +13,7 @@ def gaps(place: Place) -> str:
 
 def not_measured(place: Place) -> Iterator[str]:
     if not place.files("tables*.jsonl"):
-        yield "The paper's tables: no row of `xmoco tables run` has been trained."
+        yield "The paper's tables at small scale, for which [one command](tables.md) is there."
     photographs = judged(place, "compare-imagenette*.jsonl")
     if not {"xmoco", "mocov2plus"} <= {record.subject for record in photographs}:
         yield (

@@ -112,13 +112,13 @@ def evaluation_protocols(_: Place) -> str:
     least, most = (f"{100 * share:g}" for share in CROPS_AND_FLIPS.crop_scale)
     sgd = (
         f"All are trained by SGD with momentum {MOMENTUM:g} (Nesterov's in transfer), on random "
-        f"resized crops ({least} to {most} % of the area) and flips. Unlike in pre-training, learning rates "
-        "are used as they are, whatever the batch."
+        f"resized crops ({least} to {most} % of the area) and flips. Unlike in "
+        "pre-training, learning rates are used as they are, whatever the batch."
     )
     frozen = (
         f"Transfer with frozen features is logistic regression, fitted by L-BFGS with "
-        f"{len(STRENGTHS)} strengths of L2 regularisation from {STRENGTHS[0]:g} to "
-        f"{STRENGTHS[-1]:g}."
+        f"{len(STRENGTHS)} strengths of L2 regularisation from {STRENGTHS[0]:,g} to "
+        f"{STRENGTHS[-1]:,g}."
     )
     return f"{markdown_table(headings, 'lrrrrl', rows)}\n\n{sgd} {frozen}"
 

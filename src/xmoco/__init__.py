@@ -1,4 +1,4 @@
-"""xmoco turns unlabelled images into a strong vision backbone, and measures how strong it is.
+"""xmoco pre-trains vision backbones on unlabelled images and evaluates them.
 
 The whole public surface::
 
@@ -7,7 +7,7 @@ The whole public surface::
     transform = xmoco.load_transform(result.weights)         # from an image to its input
     criterion = xmoco.XMoCoLoss(feature_size=128)            # the loss, for a loop of your own
     criterion = xmoco.BatchXMoCoLoss()                       # the same over a batch's negatives
-    xmoco.evaluate_knn(result.weights, "patterns")           # how strong is it?
+    xmoco.evaluate_knn(result.weights, "patterns")           # how good is it?
 """
 
 import importlib

@@ -23,7 +23,7 @@ def run_demo(out: Path | None = None) -> dict[str, float]:
     console = Console()
     folder = out or _new_folder()
     console.print(
-        "Two backbones learn from the embedded patterns without labels: first by MoCo v2+, then by "
+        "Two backbones learn from synthetic patterns without labels: first by MoCo v2+, then by "
         "XMoCo, as long each.\n"
     )
     baseline = pretrain("demo", out=folder / "mocov2plus", method="mocov2plus")

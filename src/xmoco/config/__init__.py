@@ -18,7 +18,7 @@ class DataConfig(Section):
         "patterns",
         description="A folder of images, a .tar, .tar.gz or .tar.xz, shards (a folder of .tar or "
         ".parquet, a pattern `train-{000..127}.tar`, or a URL of s3, gs, az or https), `patterns` "
-        "(embedded), or a torchvision set by name (`torchvision:CIFAR10`).",
+        "(built-in), or a torchvision set by name (`torchvision:CIFAR10`).",
     )
     labels: Literal["auto", "folders", "none"] = Field(
         "auto",
