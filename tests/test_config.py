@@ -245,6 +245,19 @@ def test_what_a_recipe_gives_xmoco_beyond_the_paper_stays_with_it(name: str) -> 
     assert method.key_momentum == ours.key_momentum == 0.99
 
 
+@pytest.mark.parametrize(
+    ("recipe", "name", "field"),
+    [("alignuniform", "moco", "symmetric"), ("swav-imagenet", "mocov2plus", "local_crops")],
+)
+def test_what_another_method_has_as_published_is_not_taken_over(
+    recipe: str, name: str, field: str
+) -> None:
+    method = load_config(recipe, [f"method={name}"]).method
+    assert getattr(load_config(recipe).method, field)
+    assert not getattr(method, field)
+    assert method.subject == name
+
+
 def test_settings_that_mean_the_same_are_taken_over_by_another_method() -> None:
     ours = load_config("imagenette").method
     assert load_config("imagenette", ["method=mocov2plus"]).method.temperature == ours.temperature

@@ -24,13 +24,15 @@ from helpers import (
     no_pictures,
     run_cli,
     start_cli,
+    two_splits,
     wait_until,
     write_recipe,
 )
+from xmoco import pretraining
 from xmoco.checkpoints import Checkpoints
 from xmoco.errors import TRY_AGAIN
 from xmoco.run_logger import RunLogger
-from xmoco.settings import read_config
+from xmoco.settings import load_config, read_config
 
 METHODS = ["xmoco", "mocov2plus"]
 
@@ -261,6 +263,32 @@ def test_images_may_lie_elsewhere_when_a_run_goes_on(recipe: Path, tmp_path: Pat
     assert_refused(run_cli(*resume, "--data", "scratch", "epochs=4"), "train.epochs: 3 → 4")
     assert_done(run_cli(*resume, "--data", "scratch", "log_every=4", "preload_gib=0"))
     assert_same_end(moved, whole)
+    works = {line["work"] for line in metrics(moved) if "measure" in line}
+    assert len(works) == 1, "its records are of one run"
+
+
+def test_the_command_offered_knows_where_the_images_are_now(tmp_path: Path) -> None:
+    config = load_config("demo", ["source=/scratch/photos", "log_every=7", "devices=2"])
+    own = load_config("demo", ["source=/home/photos", "log_every=9"])
+    command = pretraining._resume_command(tmp_path, config, own)
+    assert command == (
+        f"xmoco pretrain --resume --out {tmp_path} devices=2 --data /scratch/photos log_every=7"
+    )
+
+
+def test_other_test_images_are_warned_of(recipe: Path, tmp_path: Path) -> None:
+    two = two_splits(tmp_path / "two")
+    run = tmp_path / "run"
+    assert_done(run_cli("pretrain", "-r", recipe, "--data", two, "--out", run))
+    resume = ("pretrain", "--resume", "--out", run)
+    outcome = run_cli(*resume)
+    assert_done(outcome)
+    assert "test images are others" not in outcome.stdout
+    first = min((two / "val").rglob("*.png"))
+    first.rename(first.with_name("another.png"))
+    outcome = run_cli(*resume)
+    assert_done(outcome)
+    assert "warning: the test images are others than before" in outcome.stdout
 
 
 def test_other_images_are_refused_wherever_they_lie(recipe: Path, tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ from xmoco.errors import UserError
 from xmoco.fabric import Fabric
 from xmoco.methods import Method, build_method, method_class
 from xmoco.nn.encoding import describe_batch_norm, resolve_batch_norm
+from xmoco.nn.weights import named_model
 from xmoco.settings import load_config, value_of
+from xmoco.starting_weights import start_from_weights
 from xmoco.text import printable
 from xmoco.train.engine import build_fabric, on_first
 
@@ -29,12 +31,15 @@ def show_plan(
     recipe: str | Path | None = None,
     *,
     data: str | Path | None = None,
+    weights: str | Path | None = None,
     overrides: Iterable[str] = (),
     **settings: Any,
 ) -> Config:
     """Print what ``pretrain`` would do with these arguments, and how long it would take."""
     if data is not None:
         settings["source"] = str(data)
+    if weights is not None:
+        settings["weights"] = str(weights)
     asked = Asked(recipe, tuple(overrides), settings)
     fabric, console = launched(asked.run_config())
     config = chosen_config(asked, fabric, console)
@@ -42,8 +47,10 @@ def show_plan(
     images = open_images(config.data, "train")
     assert images is not None
     method = build_method(here)
+    start = start_from_weights(method, config)
     method.meet(images)
-    for line in about(here, method, images, fabric):
+    warnings = (f"warning: {warning}" for warning in start.warnings)
+    for line in (*about(here, method, images, fabric), *warnings):
         say(console, line)
     if not asked.automatic:  # which has told it already
         say(console, on_first(fabric, lambda: forecast(config, len(images), fabric)))
@@ -147,7 +154,7 @@ def with_full_paths(config: Config) -> Config:
         data = data.model_copy(update={"source": _full_path(data.source)})
     if data.source.startswith("torchvision:"):
         data = data.model_copy(update={"root": os.path.abspath(data.root)})  # noqa: PTH100
-    if model.weights is not None and _is_there(model.weights):
+    if model.weights is not None and not named_model(model.weights):
         model = model.model_copy(update={"weights": _full_path(model.weights)})
     return config.model_copy(update={"data": data, "model": model})
 

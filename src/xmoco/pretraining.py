@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from xmoco.asked import Asked
-from xmoco.config import Config, ModelConfig, RunConfig
+from xmoco.config import Config, ModelConfig
 from xmoco.data import Batches, ImageSet, Unreadable, open_images
 from xmoco.data.batches import preload
 from xmoco.data.fingerprint import fingerprint
@@ -25,8 +25,7 @@ from xmoco.evaluate.similarities import Similarities
 from xmoco.fabric import Fabric
 from xmoco.launchers import launcher
 from xmoco.methods import Method, build_method
-from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import BackboneCard, load_weights, save_backbone
+from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.planning import (
     about,
     chosen_config,
@@ -40,15 +39,12 @@ from xmoco.report.page import write_report
 from xmoco.report.pictures import picture_negatives, picture_neighbours, picture_views
 from xmoco.run_logger import Judge, RunLogger
 from xmoco.schedules import WarmupCosine
-from xmoco.settings import config_yaml, differences, is_bound
+from xmoco.settings import FREE, config_yaml, differences, is_bound
+from xmoco.starting_weights import Start, start_from_weights
 from xmoco.train.engine import on_first
 from xmoco.train.loop import Plan, Training
 from xmoco.train.partners import watching
 from xmoco.train.run_folder import RunFolder
-
-SAME_PIXELS = 0.01
-"""Means and deviations of colours that differ by less are the same: ImageNet's stand in many
-papers, with other last digits."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +93,6 @@ def pretrain(
     if data is not None:
         settings["source"] = str(data)
     if weights is not None:
-        if resume:
-            raise UserError("--weights and --resume exclude each other: a run keeps its own.")
         settings["weights"] = str(weights)
     folder = None if out is None else Path(out)
     asked = Asked(recipe, tuple(overrides), settings)
@@ -121,6 +115,9 @@ def resumed_config(run: RunFolder, asked: Asked) -> Config:
     own = run.config()
     changes = Asked(run.path / "config.yaml", asked.overrides, asked.settings)
     wanted = changes.config(changes.recipe) if asked.automatic else asked.config(asked.recipe)
+    if wanted.model.weights is None:  # nobody asked for others
+        own_weights = {"weights": own.model.weights}
+        wanted = wanted.model_copy(update={"model": wanted.model.model_copy(update=own_weights)})
     changed = differences(own, with_full_paths(wanted))
     if changed:
         raise UserError(
@@ -147,7 +144,9 @@ def _run(
     here = config.model_copy(update={"model": model_here(config, fabric, resume)})
     path = on_first(fabric, lambda: folder if resume and folder else _free_path(folder, config))
     method = _built(here, build_method)
-    warnings = [] if resume else start_from_weights(method, config)
+    before, begun = RunFolder(path).environment(), bool(RunFolder(path).checkpoints.paths())
+    started_from = before.get("weights_digest")
+    start = Start(started_from) if begun else start_from_weights(method, config, started_from)
     images, test = open_images(config.data, "train"), open_images(config.data, "test")
     assert images is not None
     method.meet(images)
@@ -161,6 +160,7 @@ def _run(
         fabric,
         lambda: RunFolder(path) if resume else RunFolder.create(path, config_yaml(config)),
     )
+    own = run.config()
     on_first(fabric, run.lock)
     try:
         training = Training(
@@ -171,17 +171,21 @@ def _run(
             run,
             identity=identity_of(config, fingerprint(images, with_labels=method.uses_labels)),
             same_identity=same_identity,
-            resume_command=_resume_command(path, config.run),
+            resume_command=_resume_command(path, config, own),
         )
         resumed = resume and training.restore()
-        if resume and not resumed:  # it was killed before its first checkpoint
-            warnings = start_from_weights(method, config)
+        if begun and not resumed:  # all checkpoints are damaged
+            start = start_from_weights(method, config, started_from)
         bank = at_most(batches.images, config.monitor.knn_images)
-        monitor = Monitor(config, work_name(config), bank, kept, fabric.device)
+        monitor = Monitor(config, work_name(own), bank, kept, fabric.device)
         if first:
-            before = run.environment()
-            damaged = _open_books(training, method, here, broken, resume)
+            facts = {
+                "weights_digest": start.digest,
+                "test_images": test and fingerprint(test, with_labels=test.labels is not None),
+            }
+            damaged = _open_books(training, method, here, broken, resume, facts)
             about_run = _introduction(here, training, method, images, resumed, before, damaged)
+            warnings = [*start.warnings, *_other_test_images(before, facts)]
             for line in (*about_run, *(f"warning: {warning}" for warning in warnings)):
                 say(console, line)
                 run.log(line)
@@ -198,10 +202,16 @@ def _run(
         run.unlock()
 
 
-def _resume_command(path: Path, run: RunConfig) -> str:
-    """In as many processes; where torchrun or srun has started them, it does so again."""
-    several = {"devices": run.devices, "nodes": run.nodes}
+def _resume_command(path: Path, config: Config, own: Config) -> str:
+    """In as many processes; where torchrun or srun has started them, it does so again. With what is
+    another now than in the run's ``own`` settings, such as where the images are."""
+    several = {"devices": config.run.devices, "nodes": config.run.nodes}
     settings = [f"{name}={count}" for name, count in several.items() if count > 1]
+    for section, fields in FREE.items():
+        now, then = getattr(config, section), getattr(own, section)
+        for field in fields:
+            if (value := getattr(now, field)) != getattr(then, field):
+                settings += ["--data", value] if field == "source" else [f"{field}={value}"]
     return shlex.join(["xmoco", "pretrain", "--resume", "--out", str(path), *settings])
 
 
@@ -220,7 +230,8 @@ def prepare_training(
     """
     here = config.model_copy(update={"model": model_here(config, fabric)})
     method, batches = _built(here, build), _batches(config, fabric, images)
-    start_from_weights(method, config)
+    if not run.checkpoints.paths():
+        start_from_weights(method, config)
     method.meet(images)
     plan = _plan(config, batches.steps_per_epoch)
     return Training(
@@ -295,7 +306,12 @@ def same_identity(then: Any, now: Any) -> bool:
 
 
 def _open_books(
-    training: Training, method: Method, here: Config, broken: Unreadable, resume: bool
+    training: Training,
+    method: Method,
+    here: Config,
+    broken: Unreadable,
+    resume: bool,
+    facts: Mapping[str, Any],
 ) -> int:
     """Bring the run folder to where the training stands; lines of metrics.jsonl were damaged."""
     run, fabric = training.run, training.fabric
@@ -311,8 +327,15 @@ def _open_books(
             "subject": here.method.subject,
             "reference_levels": method.reference_levels(),
         },
+        **facts,
     )
     return damaged
+
+
+def _other_test_images(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Weights do not depend on them, so nothing but a comparison is lost."""
+    if now["test_images"] != before.get("test_images", now["test_images"]):
+        yield "the test images are others than before: kNN accuracies do not compare"
 
 
 def _kept(test: ImageSet, config: Config, device: torch.device, broken: Unreadable) -> ImageSet:
@@ -341,41 +364,6 @@ def _built(config: Config, build: Callable[[Config], Method]) -> Method:
     """The method at its start, by random numbers of the run's seed."""
     torch.manual_seed(config.train.seed)
     return build(config)
-
-
-def start_from_weights(method: Method, config: Config) -> list[str]:
-    """Let the backbone start from the weights that the settings name, if any; gives warnings."""
-    weights, model, input = config.model.weights, config.model, config.input
-    if weights is None:
-        return []
-    loaded = load_weights(weights)
-    card = loaded.card
-    if (card.backbone, card.stem) != (model.backbone, model.stem):
-        raise UserError(
-            f"{weights} holds a {card.backbone} with {card.stem} stem, but the run trains a "
-            f"{model.backbone} with {model.stem} stem."
-        )
-    own = str(build_backbone(model.backbone, model.stem, card.size)).splitlines()
-    others = str(loaded.backbone).splitlines()
-    if different := [line.strip() for line in others if line not in own]:
-        raise UserError(
-            f"{weights} holds a {card.backbone} that is built in another way, with "
-            f"{different[0]}: it can be evaluated, but no run can start from it."
-        )
-    try:
-        method.start_from(loaded.backbone)
-    except RuntimeError:  # what a transformer knows of places depends on the size of images
-        raise UserError(
-            f"{weights} holds a {card.backbone} for images of {card.size} px, which cannot start a "
-            f"run on {input.size} px: set size={card.size}."
-        ) from None
-    colours = zip((*card.mean, *card.std), (*input.mean, *input.std), strict=True)
-    if max(abs(one - other) for one, other in colours) < SAME_PIXELS:
-        return []
-    return [
-        f"{weights} expects images normalised by mean {list(card.mean)} and std {list(card.std)}, "
-        f"but this run has {list(input.mean)} and {list(input.std)}: set mean and std"
-    ]
 
 
 def _introduction(

@@ -295,7 +295,7 @@ def _means_the_same(field: str, old: type[Section], new: type[Section]) -> bool:
     the new one."""
     if old is new or field not in old.model_fields or field == "name":
         return True
-    if any(field in getattr(c, "staying", ()) for c in old.__mro__):
+    if any(field in getattr(c, "staying", ()) for c in (*old.__mro__, *new.__mro__)):
         return False
     shared = [c for c in old.__mro__ if issubclass(new, c)]
     return any(field in vars(c).get("__annotations__", {}) for c in shared)

@@ -92,7 +92,8 @@ def pretrain(
     weights: Annotated[
         Path | None,
         typer.Option(
-            help="Initialise the backbone of a new run with these weights (run folder or file)."
+            help="Initialise the backbone with these weights: a run folder, a file or a model by "
+            "name (`torchvision:resnet50`)."
         ),
     ] = None,
     skip_bad_steps: Annotated[
@@ -118,8 +119,8 @@ def pretrain(
     from xmoco.asked import Asked
     from xmoco.errors import UserError
 
-    if dry_run and (resume or weights or out):
-        raise UserError("--dry-run does nothing, so --out, --resume and --weights go without.")
+    if dry_run and (resume or out):
+        raise UserError("--dry-run does nothing, so --out and --resume go without.")
     settings = [*(settings or []), *(["skip_bad_steps=true"] if skip_bad_steps else [])]
     if not resume:  # mistakes are told before the seconds that importing torch takes
         Asked(recipe, tuple(settings), {}).run_config()
@@ -128,7 +129,7 @@ def pretrain(
     from xmoco.pretraining import pretrain as run
 
     if dry_run:
-        show_plan(recipe, data=data, overrides=settings)
+        show_plan(recipe, data=data, weights=weights, overrides=settings)
         return
     result = run(
         recipe,

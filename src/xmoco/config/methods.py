@@ -28,8 +28,7 @@ class MethodSettings(Section):
 
     @property
     def subject(self) -> str:
-        """What records call the method: no figure is to be taken for one of the method as
-        published."""
+        """What records call the method, lest it be taken for the method as published."""
         return "+".join((self.name, *self.added, *self.extras))
 
 
@@ -156,6 +155,8 @@ class MoCoConfig(BankConfig):
 
 class DirectedConfig(BankConfig):
     """Settings of methods whose queries meet keys in one direction, as published, or in both."""
+
+    staying: ClassVar[tuple[str, ...]] = ("symmetric",)
 
     symmetric: bool = Field(
         False,

@@ -239,7 +239,7 @@ class Evaluation:
                 "data": data.name,
                 **({"weights": str(report), "labelled": report.labelled} if foreign else {}),
                 "backbone": card.backbone,
-                **({"started_from": card.started_from} if card.started_from else {}),
+                **({"started_from": card.started_from} if card.started_from is not None else {}),
                 "digest": self.digest,
                 "size": self.input.central_size,
                 "epoch": card.epochs,

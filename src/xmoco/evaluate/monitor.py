@@ -10,6 +10,7 @@ from xmoco.config import Config
 from xmoco.data import ImageSet
 from xmoco.evaluate.features import Features, backbone_features, pixel_features, pixel_side
 from xmoco.evaluate.knn import knn_accuracy, nearest_neighbours, voters
+from xmoco.nn.weights import weights_name
 from xmoco.records import Record
 
 
@@ -105,8 +106,10 @@ class Monitor:
             device=self.device,
             together=True,
         )[monitor.knn_k]
+        started_from = weights_name(self.config.model.weights)
         protocol: dict[str, Any] = {
             "data": self.train.name,
+            **({} if started_from is None else {"started_from": started_from}),
             "split": "leave one out" if alone else "test",
             "features": features,
             "size": self.config.input.central_size,

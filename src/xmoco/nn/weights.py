@@ -109,9 +109,12 @@ class BackboneCard:
 def weights_name(weights: str | Path | None) -> str | None:
     """What records call weights: a path tells where they are, which is nobody's business."""
     if weights is None or named_model(weights):
-        return weights if weights is None else str(weights)
-    path = Path(weights)
-    return path.parent.name if path.name == "backbone.safetensors" else path.name
+        return None if weights is None else str(weights)
+    path = Path(weights).absolute()
+    if path.name == "backbone.safetensors" or path.parent.name == "checkpoints":  # of a run
+        run = path.parents[1] if path.parent.name == "checkpoints" else path.parent
+        return run.name or path.name
+    return path.name or str(path)
 
 
 def named_model(weights: str | Path) -> bool:

@@ -34,6 +34,8 @@ from xmoco.methods import Method
 from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.pretraining import identity_of, prepare_training, work_name
 from xmoco.records import Measured, Record, forget_half_line, read_records
+from xmoco.settings import FREE
+from xmoco.starting_weights import start_from_weights
 from xmoco.tables.columns import Column
 from xmoco.train.loop import Callback, Training
 from xmoco.train.run_folder import RunFolder, plain
@@ -43,7 +45,6 @@ STRENGTHS = (10.0, 1.0, 0.1, 0.01, 0.001)
 CHOOSING_SHARE = 0.2
 """Of the training images, by which a strength is chosen: never by the images that are judged."""
 KNN_TEMPERATURE = 0.1
-WATCHING = ("log_every", "checkpoint_minutes")
 HELD_OUT = "validation, held out of the training images"
 
 Kept = Measured[dict[str, Any]]
@@ -163,7 +164,9 @@ class Bench:
             identity=identity_of(unwatched(config), self.images.fingerprint),
             resume_command=command,
         )
-        training.restore()
+        if not training.restore():  # whatever checkpoints there were
+            assert isinstance(training.task, Method)
+            start_from_weights(training.task, config)
         gpu_memory = run.path / "gpu_memory"  # of training, for when judging is interrupted
         seconds = training.seconds
         if not training.finished:
@@ -329,7 +332,7 @@ def unwatched(config: Config) -> Config:
     """With the settings on which the weights depend; where the images are, the device and watching
     are as by default."""
     usual = Config()
-    train = {name: getattr(usual.train, name) for name in WATCHING}
+    train = {name: getattr(usual.train, name) for name in FREE["train"]}
     sections = {name: getattr(usual, name) for name in ("run", "data", "monitor")}
     return config.model_copy(update={**sections, "train": config.train.model_copy(update=train)})
 

@@ -1,0 +1,80 @@
+"""What the backbone of a run starts from, if not from random numbers."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from xmoco.config import Config
+from xmoco.data.fingerprint import tensors_digest
+from xmoco.errors import UserError
+from xmoco.methods import Method
+from xmoco.nn.backbones import build_backbone
+from xmoco.nn.weights import BackboneCard, Weights, load_weights
+
+SAME_PIXELS = 0.01
+"""Means and deviations of colours that differ by less are the same: ImageNet's stand in many
+papers, with other last digits."""
+
+
+class Start(NamedTuple):
+    digest: str | None = None
+    """Of the weights, if there are any."""
+    warnings: tuple[str, ...] = ()
+
+
+def start_from_weights(method: Method, config: Config, digest: str | None = None) -> Start:
+    """Let the backbone start from the weights that the settings name, if they name any.
+
+    With a ``digest``, they must still be those. Random numbers are drawn neither more nor fewer
+    for it, so that the rest of the method starts as it would without them.
+    """
+    weights = config.model.weights
+    if weights is None:
+        return Start()
+    with torch.random.fork_rng(devices=[]):
+        loaded = load_weights(weights)
+        _check_architecture(loaded, config)
+    now = tensors_digest(loaded.backbone.state_dict())[:12]
+    if digest is not None and digest != now:
+        raise UserError(
+            f"{weights} has changed since the run started from it, and there is no checkpoint yet: "
+            "start a new run with --out."
+        )
+    try:
+        method.start_from(loaded.backbone)
+    except RuntimeError:  # what a transformer knows of places depends on the size of images
+        size = loaded.card.size
+        raise UserError(
+            f"{weights} holds a {loaded.card.backbone} for images of {size} px, which cannot start "
+            f"a run on {config.input.size} px: set size={size}."
+        ) from None
+    return Start(now, tuple(_other_pixels(loaded.card, config)))
+
+
+def _check_architecture(loaded: Weights, config: Config) -> None:
+    """The backbone must be the run's own, layer by layer: tensors of others may fit, too."""
+    weights, model, card = config.model.weights, config.model, loaded.card
+    if (card.backbone, card.stem) != (model.backbone, model.stem):
+        raise UserError(
+            f"{weights} holds a {card.backbone} with {card.stem} stem, but the run trains a "
+            f"{model.backbone} with {model.stem} stem."
+        )
+    own = str(build_backbone(model.backbone, model.stem, card.size)).splitlines()
+    different = [line.strip() for line in str(loaded.backbone).splitlines() if line not in own]
+    if different:
+        raise UserError(
+            f"{weights} holds a {card.backbone} that is built in another way, with "
+            f"{different[0]}: it can be evaluated, but no run can start from it."
+        )
+
+
+def _other_pixels(card: BackboneCard, config: Config) -> Iterator[str]:
+    input = config.input
+    colours = zip((*card.mean, *card.std), (*input.mean, *input.std), strict=True)
+    if max(abs(one - other) for one, other in colours) >= SAME_PIXELS:
+        yield (
+            f"{config.model.weights} expects images normalised by mean {list(card.mean)} and std "
+            f"{list(card.std)}, but this run has {list(input.mean)} and {list(input.std)}: set "
+            "mean and std"
+        )
