@@ -104,7 +104,7 @@ def pretrain(*arguments: str | Path) -> Outcome:
         (["epochs=ten"], ["train.epochs = 'ten'"]),
         (["method=byol", "sharpness=2.0"], ["byol has no setting sharpness"]),
         (["batch=129"], ["128 images", "batch of 129", "largest batch possible is 128"]),
-        (["batch=18", "accumulate=4"], ["batch of 18 cannot be shared equally by 4 parts"]),
+        (["batch=18", "accumulate=4"], ["batch of 18 images cannot be shared equally by 4 parts"]),
         (["batch_norm=shuffled"], ["batch_norm=split"]),
         (["batch_norm=synchronised"], ["CUDA"]),
         (["batch_norm=split", "batch=20"], ["20 images", "do not make 8"]),

@@ -149,7 +149,7 @@ def test_batch_norm_is_resolved_for_as_many_processes_as_there_are(
     ("processes", "setting", "words"),
     [
         (1, "batch_norm=shuffled", "and there is one"),
-        (3, "batch=64", "a batch of 64 cannot be shared equally by 3 processes"),
+        (3, "batch=64", "a batch of 64 images cannot be shared equally by 3 processes; 63 can"),
     ],
 )
 def test_no_speed_is_measured_of_what_cannot_run(

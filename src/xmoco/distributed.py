@@ -121,9 +121,10 @@ def own_share(rows: Tensor) -> Tensor:
     return rows[rank() :: processes()]
 
 
-def own_part(total: int) -> range:
-    """This process's part of so many things in a row: the parts follow each other."""
-    return range(total * rank() // processes(), total * (rank() + 1) // processes())
+def own_part(total: int, of_rank: int | None = None) -> range:
+    """The part of this process, or of another, of so many things in a row, one after the other."""
+    r = rank() if of_rank is None else of_rank
+    return range(total * r // processes(), total * (r + 1) // processes())
 
 
 @torch.no_grad()
@@ -134,9 +135,7 @@ def gather_parts(rows: Tensor, total: int, device: torch.device) -> Tensor:
     """
     if processes() == 1:
         return rows
-    parts = [
-        range(total * r // processes(), total * (r + 1) // processes()) for r in range(processes())
-    ]
+    parts = [own_part(total, of_rank) for of_rank in range(processes())]
     together = rows.new_empty(total, *rows.shape[1:])
     for first in range(0, max(map(len, parts)), ROWS_AT_ONCE):
         own = rows[first : first + ROWS_AT_ONCE]

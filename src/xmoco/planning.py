@@ -13,6 +13,7 @@ from xmoco.asked import AUTO_BASE, Asked
 from xmoco.auto import AutoRecipe, choose, duration, images_per_second, look_at
 from xmoco.config import Config, ModelConfig, RunConfig, WeakAugmentationConfig
 from xmoco.data import ImageSet, open_images
+from xmoco.data.batches import equal_share
 from xmoco.data.sources import is_path
 from xmoco.data.stores import has_pattern, is_distant
 from xmoco.data.views import ViewGroup
@@ -182,13 +183,7 @@ def model_here(config: Config, fabric: Fabric, resumed: bool = False) -> ModelCo
 
 def _share(config: Config, processes: int) -> int:
     """Images that go through the encoder at once."""
-    batch, accumulate = config.train.batch, config.train.accumulate
-    if batch % (processes * accumulate):
-        among = f"{processes} processes" if processes > 1 else ""
-        parts = f"{accumulate} parts" if accumulate > 1 else ""
-        wanted = " and ".join(filter(None, (among, parts)))
-        raise UserError(f"a batch of {batch} cannot be shared equally by {wanted}.")
-    return batch // (processes * accumulate)
+    return equal_share(config.train.batch, processes, config.train.accumulate)
 
 
 def peak_rate(config: Config) -> float:

@@ -138,7 +138,7 @@ def test_impossible_batches() -> None:
         batches_of(Listed(same_size(1)), 16)
     with pytest.raises(UserError, match=r"2 images, too few .* 12; at least 3 are needed\.$"):
         batches_of(Listed(same_size(2)), 12, processes=3)
-    with pytest.raises(UserError, match=r"9 images .* equally by 1 × 2 parts; 8 can\.$"):
+    with pytest.raises(UserError, match=r"9 images .* equally by 2 parts; 8 can\.$"):
         batches_of(images, 9, parts=2)
     with pytest.raises(UserError, match=r"10 images, too few .* 12; the largest .* is 8\.$"):
         batches_of(images, 12, processes=2, parts=2)

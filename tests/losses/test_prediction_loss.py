@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from xmoco.losses.byol import prediction_loss
-from xmoco.losses.simsiam import negative_cosine
+from xmoco.losses.prediction import negative_cosine, prediction_loss
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -32,6 +32,7 @@ __all__ = [
     "Unreadable",
     "at_positions",
     "epoch_order",
+    "equal_share",
     "in_order",
     "preload",
 ]
@@ -47,6 +48,19 @@ def epoch_order(images: int, seed: int, epoch: int) -> Tensor:
     digest = hashlib.blake2b(f"order {seed} {epoch}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
     return torch.randperm(images, generator=generator)
+
+
+def equal_share(batch: int, processes: int, parts: int = 1) -> int:
+    """Images of a batch that each process has in each part of a step."""
+    shares = processes * parts
+    if batch % shares:
+        among = f"{processes} processes" if processes > 1 else ""
+        cut = f"{parts} parts" if parts > 1 else ""
+        raise UserError(
+            f"a batch of {batch} images cannot be shared equally by "
+            f"{' and '.join(filter(None, (among, cut)))}; {batch - batch % shares or shares} can."
+        )
+    return batch // shares
 
 
 class Batches:
@@ -75,12 +89,7 @@ class Batches:
         on_progress: Progress | None = None,
     ) -> None:
         shares = processes * parts
-        if batch % shares:
-            among = f"{processes} processes" if parts == 1 else f"{processes} × {parts} parts"
-            raise UserError(
-                f"a batch of {batch} images cannot be shared equally by {among}; "
-                f"{batch - batch % shares or shares} can."
-            )
+        equal_share(batch, processes, parts)
         if len(images) < batch:
             largest, least = len(images) - len(images) % shares, max(2, shares)
             way_out = (

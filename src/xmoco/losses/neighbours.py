@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xmoco.losses.byol import prediction_loss
+from xmoco.losses.prediction import prediction_loss
 from xmoco.losses.similarity import precise
 from xmoco.schedules import Value
 

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from xmoco.config import Config
 from xmoco.config.methods import AlignUniformConfig
-from xmoco.losses.byol import prediction_loss
 from xmoco.losses.metrics import feature_metrics
+from xmoco.losses.prediction import prediction_loss
 from xmoco.losses.uniformity import uniformity
 from xmoco.methods.base import DirectedMethod, named
 from xmoco.task import StepOutput, Values

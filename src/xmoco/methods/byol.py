@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from xmoco.config import Config
 from xmoco.config.methods import BYOLConfig
-from xmoco.losses.byol import prediction_loss
 from xmoco.losses.metrics import feature_metrics
+from xmoco.losses.prediction import prediction_loss
 from xmoco.methods.base import MomentumMethod
 from xmoco.nn.heads import mlp_head
 from xmoco.task import StepOutput, Values

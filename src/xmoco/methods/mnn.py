@@ -7,9 +7,9 @@ from torch import Tensor
 
 from xmoco.config import Config
 from xmoco.data.views import ViewGroup
-from xmoco.losses.byol import prediction_loss
 from xmoco.losses.metrics import feature_metrics
 from xmoco.losses.neighbours import mixed_neighbours, nearest
+from xmoco.losses.prediction import prediction_loss
 from xmoco.methods.base import NeighbourMethod, query_and_key_views
 from xmoco.schedules import Drawn, Schedule
 from xmoco.task import StepOutput, Values

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from xmoco.config import Config
 from xmoco.config.methods import SimSiamConfig
 from xmoco.losses.metrics import feature_metrics
-from xmoco.losses.simsiam import negative_cosine
+from xmoco.losses.prediction import negative_cosine
 from xmoco.methods.base import Method
 from xmoco.nn.heads import mlp_head
 from xmoco.task import ParamGroup, StepOutput, Values
