@@ -157,7 +157,12 @@ class ModelConfig(Section):
         "`auto`: for methods with keys, split in one process and shuffled in several; "
         "for others plain, or synchronised in several on CUDA.",
     )
-    batch_norm_groups: int = Field(8, ge=2, description="Groups of `split` batch norm.")
+    batch_norm_groups: int = Field(
+        8,
+        ge=2,
+        description="Groups of `split` batch norm. With `batch_norm=auto` there are fewer where a "
+        "batch cannot be divided into so many.",
+    )
 
     @field_validator("stem")
     @classmethod
