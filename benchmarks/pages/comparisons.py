@@ -30,7 +30,9 @@ from xmoco.tables.drawing import Filled, fill, groups_of, markdown, notes
 
 COMPARED_SAY = (
     "Each row is a recipe with the given overrides; ± is the standard deviation over seeds. Rows "
-    "with a single seed are not conclusive."
+    "with a single seed are not conclusive. Overrides are quoted as they were given: in runs "
+    "recorded until 2026-11-18, `method=` kept all settings of the recipe that the other method "
+    "has too, `weak_keys` among them, which has to be asked for today."
 )
 TRIED_SAY = (
     "The same on images held out of the training set, by which settings are chosen; no test image "
