@@ -179,10 +179,7 @@ def _run(
         bank = at_most(batches.images, config.monitor.knn_images)
         monitor = Monitor(config, work_name(own), bank, kept, fabric.device)
         if first:
-            facts = {
-                "weights_digest": start.digest,
-                "test_images": test and fingerprint(test, with_labels=test.labels is not None),
-            }
+            facts = {"weights_digest": start.digest, "test_images": _told_apart(test)}
             damaged = _open_books(training, method, here, broken, resume, facts)
             about_run = _introduction(here, training, method, images, resumed, before, damaged)
             warnings = [*start.warnings, *_other_test_images(before, facts)]
@@ -330,6 +327,11 @@ def _open_books(
         **facts,
     )
     return damaged
+
+
+def _told_apart(test: ImageSet | None) -> str | None:
+    """What tells test images, and the labels by which kNN is measured, from others."""
+    return None if test is None else fingerprint(test, with_labels=test.labels is not None)
 
 
 def _other_test_images(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
