@@ -171,3 +171,18 @@ def test_an_error_leaves_the_mode_as_it_was() -> None:
     with pytest.raises(ValueError):  # noqa: PT011
         backbone_features(broken, pictures(), INPUT, CPU)
     assert broken.training
+
+
+def test_cudnn_does_not_try_all_algorithms_for_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training has it do so, before and after."""
+
+    class Asks(nn.Module):
+        def forward(self, views: torch.Tensor) -> torch.Tensor:
+            tried.append(torch.backends.cudnn.benchmark)
+            return views.flatten(1)
+
+    tried: list[bool] = []
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    backbone_features(Asks(), pictures(), INPUT, CPU)
+    assert tried == [False]
+    assert torch.backends.cudnn.benchmark

@@ -5,8 +5,8 @@ classifier) sees to it. Room for all of them is taken once: on the device where 
 host memory where they are many (those of ImageNet take 10 GB).
 """
 
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import NamedTuple
 
 import torch
@@ -95,6 +95,19 @@ def home(images: int, size: int, device: torch.device) -> torch.device:
     return device if 4 * images * size <= ON_DEVICE else torch.device("cpu")
 
 
+@contextmanager
+def algorithms_not_tried() -> Iterator[None]:
+    """cuDNN takes the algorithms it thinks best. To try them all, as it does for training, takes it
+    seconds for every shape of batch, the last one of a set included: longer than to look at some
+    thousand images."""
+    tried = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = tried
+
+
 @torch.no_grad()
 def _features(
     see: Callable[[Batch], Tensor],
@@ -109,7 +122,7 @@ def _features(
     together = together and len(images) >= processes()  # or some would have nothing to see
     part = own_part(len(images)) if together else range(len(images))
     batches = in_order(images, BATCH, device, part=part, readers=readers, unreadable=unreadable)
-    with closing(batches):
+    with closing(batches), algorithms_not_tried():
         for batch in batches:
             seen = see(batch)
             if vectors is None:  # only now the size of a feature is known

@@ -23,6 +23,7 @@ from xmoco.config import Config
 from xmoco.data import ImageSet, at_positions
 from xmoco.data.subset import some_positions
 from xmoco.distributed import alone
+from xmoco.evaluate.features import algorithms_not_tried
 from xmoco.methods import Method
 from xmoco.methods.base import Meeting
 from xmoco.records import Record
@@ -93,7 +94,8 @@ class Similarities:
         was_training = method.training
         method.eval()
         try:
-            found = list(self._meetings(method))
+            with algorithms_not_tried():
+                found = list(self._meetings(method))
         finally:
             method.train(was_training)
         if not found or len(self.positions) < 2:
