@@ -632,8 +632,15 @@ def test_what_was_not_measured_is_told_until_it_is(pages: Any, place: Any) -> No
     def told() -> str:
         return str(pages.gaps.gaps(place))
 
-    def add(file: str, subject: str = "xmoco", split: str = "test", **machine: Any) -> str:
+    def add(
+        file: str,
+        subject: str = "xmoco",
+        split: str = "test",
+        digest: str = "one",
+        **machine: Any,
+    ) -> str:
         facts = {"split": split, "recipe": "imagenet" if file == "recipe-imagenet" else "other"}
+        facts |= {"recipe_digest": digest, "size": "64"}
         record = Record("knn_top1", 50, "%", subject, "w", facts, 0, machine=machine)
         append_records(place.results / f"{file}.jsonl", [record])
         return told()
@@ -643,9 +650,10 @@ def test_what_was_not_measured_is_told_until_it_is(pages: Any, place: Any) -> No
     assert all(line.startswith("- ") for line in lines)
     assert "The paper's tables" in told()
     assert "The paper's tables" not in add("tables")
-    assert "only XMoCo+ has been compared" in add("compare-imagenette", "mocov2plus")
-    assert "only XMoCo+" in add("compare-imagenette", "xmoco", split="validation")
-    assert "only XMoCo+" not in add("compare-imagenette", "xmoco")
+    assert "with XMoCo+ only" in add("compare-imagenette", "mocov2plus")
+    assert "with XMoCo+ only" in add("compare-imagenette", "xmoco", split="validation")
+    assert "with XMoCo+ only" in add("compare-imagenette", "xmoco", digest="another")
+    assert "with XMoCo+ only" not in add("compare-imagenette", "xmoco")
     assert "MoCo v2+ on CIFAR-10" in add("protocols-cifar10", "xmoco")
     assert "MoCo v2+ on CIFAR-10" not in add("protocols-cifar10", "mocov2plus")
     assert "ImageNet" in told()

@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 
 from pages.common import AnyRecord, Place
+from pages.comparisons import compared_with
 from xmoco.records import read_records
+from xmoco.report.circumstances import grouped
 
 
 def gaps(place: Place) -> str:
@@ -14,11 +16,11 @@ def gaps(place: Place) -> str:
 def not_measured(place: Place) -> Iterator[str]:
     if not place.files("tables*.jsonl"):
         yield "The paper's tables at small scale, for which [one command](tables.md) is there."
-    photographs = judged(place, "compare-imagenette*.jsonl")
-    if not {"xmoco", "mocov2plus"} <= {record.subject for record in photographs}:
+    photographs = grouped(judged(place, "compare-imagenette*.jsonl"), compared_with)
+    if not any({"xmoco", "mocov2plus"} <= {r.subject for r in alike} for alike in photographs):
         yield (
-            "XMoCo as published against MoCo v2+ on photographs: on test images, only XMoCo+ has "
-            "been compared."
+            "XMoCo as published and MoCo v2+ by the same recipe on photographs: on test images, "
+            "MoCo v2+ has been compared with XMoCo+ only."
         )
     small = judged(place, "protocols-cifar10*.jsonl") + judged(place, "compare-cifar10*.jsonl")
     if not any(record.subject.startswith("mocov2plus") for record in small):

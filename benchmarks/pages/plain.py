@@ -273,11 +273,19 @@ def shared_facts(records: Sequence[AnyRecord], without: Iterable[str] = ()) -> s
     first, *others = (record.protocol for record in records)
     shared = [key for key in first if all(other.get(key) == first[key] for other in others)]
     facts = [
-        FORMS[key].format(shown(first[key])) if key in FORMS else protocol_fact(key, first[key])
+        told(key, first[key])
         for key in shared
         if key not in without and not isinstance(first[key], dict)
     ]
     return "; ".join(fact for fact in facts if len(fact) <= LONGEST_FACT)
+
+
+def told(key: str, value: object) -> str:
+    """A setting of the protocol, in words."""
+    if key not in FORMS:
+        return protocol_fact(key, value)
+    words = FORMS[key].format(shown(value))
+    return words.removesuffix("s") if value == 1 and words == f"1 {key}" else words
 
 
 def protocol_fact(key: str, value: object) -> str:

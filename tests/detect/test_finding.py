@@ -210,7 +210,7 @@ def test_the_report(run: tuple[Path, list[Any]], monkeypatch: pytest.MonkeyPatch
     assert text.count("<h1>Mask R-CNN C4 on folder scenes (train), scratch tiny</h1>") == 1
     for fact in ("AP50, boxes (COCO)", "AP small, masks (COCO)", "6-steps: 6 steps of 2 images"):
         assert fact in text, fact
-    pictures = re.findall(r'<img src="data:image/png;base64,[^"]+" alt="([^"]*)"', text)
+    pictures = re.findall(r'<img src="data:image/[^"]+" alt="([^"]*)"', text)
     titles = [alt.partition(" by ")[0] for alt in pictures]
     assert titles == [
         *("Average precision of boxes", "Average precision of masks"),
@@ -221,10 +221,10 @@ def test_the_report(run: tuple[Path, list[Any]], monkeypatch: pytest.MonkeyPatch
     assert f"at the end: AP {ap:.4g}" in pictures[0]
 
     seen: list[Any] = []
-    monkeypatch.setattr(page, "panel_png", lambda panel, _theme: seen.append(panel) or b"")
+    monkeypatch.setattr(page, "panel_svg", lambda panel: seen.append(panel) or "")
     judged = {"boxes": judge_coco(*perfect(folder.parent / "scenes"), "boxes")}
     write_detection_report(folder, CARD, records, judged, b"")
-    (precision, _) = (panel for panel in seen if panel.title == "Precision of boxes")
+    (precision,) = (panel for panel in seen if panel.title == "Precision of boxes")
     assert precision.along == "recall, %"
     assert all(min(curve.values) == 100 for curve in precision.curves.values())
 

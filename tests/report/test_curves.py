@@ -2,15 +2,15 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import matplotlib
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from xmoco.errors import UserError
 from xmoco.report.curves import (
@@ -21,7 +21,7 @@ from xmoco.report.curves import (
     claim_panels,
     claims_png,
     draw_curves,
-    panel_png,
+    panel_svg,
     panels,
     read_history,
     to_png,
@@ -180,12 +180,22 @@ def test_a_name_with_dollar_signs_is_not_read_as_mathematics(tmp_path: Path) -> 
     assert to_png(draw_curves(run)).startswith(b"\x89PNG")
 
 
-def test_light_and_dark_panels_differ_in_paper(tmp_path: Path) -> None:
-    panel = Panel("Loss", "nats", {"loss": Series([1, 2], [3, 2])})
-    for theme in (LIGHT, DARK):
-        (tmp_path / "panel.png").write_bytes(panel_png(panel, theme))
-        corner = np.asarray(Image.open(tmp_path / "panel.png"))[0, 0, :3]
-        assert "#" + bytes(corner).hex() == theme.paper
+def test_a_panel_follows_the_screen() -> None:
+    """Every colour of it has a name, which the two themes give their own."""
+    svg = panel_svg(Panel("Loss", "nats", {"loss": Series([1, 2], [3, 2])}))
+    rules = ElementTree.fromstring(svg).findtext(".//{*}style") or ""
+    light, dark = rules.split("@media (prefers-color-scheme: dark)")
+    for theme, said in ((LIGHT, light), (DARK, dark)):
+        assert all(colour in said for colour in theme.colours)
+    assert not re.findall("#[0-9a-f]{6}", svg.replace(rules, ""))
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+@given(st.text(alphabet=st.characters(), min_size=1, max_size=12))
+@settings(max_examples=25, deadline=None)
+def test_any_name_can_be_in_a_panel(name: str) -> None:
+    svg = panel_svg(Panel("Loss", "nats", {name: Series([1], [3]), "loss": Series([1], [2])}))
+    assert "Loss" in "".join(ElementTree.fromstring(svg.encode()).itertext())
 
 
 numbers = st.floats(-1e6, 1e6) | st.just(math.nan)

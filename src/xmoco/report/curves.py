@@ -3,16 +3,19 @@
 Methods differ in what they log, so a panel is made for whatever is there: kNN beside its baselines,
 the loss and its terms, and one for every other value. Each panel has labelled axes and a scale that
 does not flatter: percentages run from 0 to 100, probabilities from 0 to 1, amounts from zero.
-Figures are made by matplotlib's object interface: nothing global changes in the caller's program.
+Figures are made by matplotlib's object interface: nothing global stays changed in the caller's
+program.
 """
 
 import io
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -297,10 +300,17 @@ class Theme:
     paper: str
     curves: Sequence[str]
 
+    @property
+    def colours(self) -> Sequence[str]:
+        return self.ink, self.grid, self.paper, *self.curves
+
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; lightened for dark paper.
 LIGHT = Theme("#33373d", "#e3e5e8", "#ffffff", ("#0072b2", "#d55e00", "#009e73", "#cc79a7"))
 DARK = Theme("#d5d8dc", "#373b42", "#1b1e23", ("#56b4e9", "#f0a04b", "#3ec9a0", "#e39ac4"))
+LETTERS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
+NO_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that may not be in a picture, which names may have."""
 CURVE_STYLES = ("-", "--", "-.", ":")
 WIDTH, HEIGHT = 4.0, 2.75  # of a panel, in inches
 DPI = 180
@@ -333,12 +343,33 @@ def claims_png(histories: Mapping[str, History]) -> bytes | None:
     return to_png(figure)
 
 
-def panel_png(panel: Panel, theme: Theme) -> bytes:
-    """A single panel as a picture, for places where a wide figure would be too small to read."""
-    figure = _figure(WIDTH, HEIGHT, theme)
+def panel_svg(panel: Panel) -> str:
+    """A single panel as a picture, for places where a wide figure would be too small to read. It
+    follows the reader's light or dark screen by itself."""
+    figure = _figure(WIDTH, HEIGHT, LIGHT)
     # Fixed margins, so that the panels of a page line up.
-    draw_panel(figure.add_axes((0.19, 0.17, 0.78, 0.72)), panel, theme)
-    return to_png(figure)
+    draw_panel(figure.add_axes((0.19, 0.17, 0.78, 0.72)), panel, LIGHT)
+    picture = io.StringIO()
+    # Writing stays writing, and equal panels make equal pictures.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "xmoco"}):
+        figure.savefig(picture, format="svg", metadata={"Date": None, "Creator": None})
+    return _in_either_theme(NO_XML.sub("\ufffd", picture.getvalue()))
+
+
+def _in_either_theme(svg: str) -> str:
+    """With names in place of the light theme's colours, whose meaning depends on the screen; and in
+    the screen's own letters."""
+    names = {colour: f"--c{number}" for number, colour in enumerate(LIGHT.colours)}
+    svg = re.sub(
+        "(?<=: )#[0-9a-f]{6}", lambda m: f"var({names[m[0]]})" if m[0] in names else m[0], svg
+    )
+    svg = re.sub('font-family: [^;"]*', f"font-family: {LETTERS}", svg)
+    light, dark = (
+        ";".join(f"{name}:{colour}" for name, colour in zip(names.values(), t.colours, strict=True))
+        for t in (LIGHT, DARK)
+    )
+    rules = f":root{{{light}}} @media (prefers-color-scheme: dark) {{:root{{{dark}}}}}"
+    return svg.replace("<defs>", f"<defs><style>{rules}</style>", 1)
 
 
 def draw_panel(axes: Axes, panel: Panel, theme: Theme) -> None:

@@ -12,7 +12,7 @@ from html import escape
 from pathlib import Path
 
 from xmoco.files import write_whole
-from xmoco.report.curves import DARK, LIGHT, History, Panel, panel_png, panels, read_history
+from xmoco.report.curves import History, Panel, panel_svg, panels, read_history
 
 TORCHVISION_BACKBONES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 
@@ -202,14 +202,9 @@ def curves(found: Iterable[Panel]) -> str:
 
 
 def _picture(panel: Panel) -> str:
-    """A panel drawn twice: for light and for dark screens."""
     last = ", ".join(f"{name} {series.values[-1]:.4g}" for name, series in panel.curves.items())
     text = escape(f"{panel.title} by {panel.along}, {panel.unit}; at the end: {last or 'nothing'}")
-    light, dark = (_uri(panel_png(panel, theme)) for theme in (LIGHT, DARK))
-    return (
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="{dark}">'
-        f'<img src="{light}" alt="{text}"></picture>'
-    )
+    return f'<img src="{_uri(panel_svg(panel).encode(), "svg+xml")}" alt="{text}">'
 
 
 def sheet(title: str, explanation: str, png: bytes | None) -> str:
@@ -220,8 +215,8 @@ def sheet(title: str, explanation: str, png: bytes | None) -> str:
 <div class="card sheet"><img src="{_uri(png)}" alt="{title}"></div>"""
 
 
-def _uri(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
+def _uri(picture: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64," + base64.b64encode(picture).decode("ascii")
 
 
 def _weights(history: History, run: Path) -> str:
