@@ -63,20 +63,26 @@ class SimCLR(nn.Module):
 class MoCo(nn.Module):
     """lightly's MoCo in both directions, whose loss compares with a bank of past keys."""
 
-    def __init__(self, backbone: nn.Module, add: str) -> None:
+    def __init__(
+        self,
+        backbone: nn.Module,
+        add: str,
+        temperature: float = TEMPERATURE,
+        bank: tuple[int, int] = BANK,
+    ) -> None:
         super().__init__()
+        length, size = bank
         self.backbone = backbone
-        self.projection_head = MoCoProjectionHead(512, 512, 128)
+        self.projection_head = MoCoProjectionHead(512, 512, size)
         self.backbone_momentum = copy.deepcopy(self.backbone)
         self.projection_head_momentum = copy.deepcopy(self.projection_head)
         deactivate_requires_grad(self.backbone_momentum)
         deactivate_requires_grad(self.projection_head_momentum)
-        self.criterion_s, self.criterion_t = (NTXentLoss(TEMPERATURE, BANK) for _ in "st")
+        self.criterion_s, self.criterion_t = (NTXentLoss(temperature, bank) for _ in "st")
         self.add = add
-        length, size = BANK
         self.xmoco = (
             xmoco.XMoCoLoss(  # «xmoco»: it has banks of its own, whose slots belong together
-                size, length, TEMPERATURE, label_weight=float(add == "both")
+                size, length, temperature, label_weight=float(add == "both")
             )
         )
 

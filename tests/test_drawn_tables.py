@@ -646,7 +646,7 @@ def test_what_was_not_measured_is_told_until_it_is(pages: Any, place: Any) -> No
         return told()
 
     lines = told().splitlines()
-    assert len(lines) == 6
+    assert len(lines) == 7
     assert all(line.startswith("- ") for line in lines)
     assert "The paper's tables" in told()
     assert "The paper's tables" not in add("tables")
@@ -654,6 +654,7 @@ def test_what_was_not_measured_is_told_until_it_is(pages: Any, place: Any) -> No
     assert "with XMoCo+ only" in add("compare-imagenette", "xmoco", split="validation")
     assert "with XMoCo+ only" in add("compare-imagenette", "xmoco", digest="another")
     assert "with XMoCo+ only" not in add("compare-imagenette", "xmoco")
+    assert "other libraries' methods" not in add("compare-lightly", "lightly's MoCo")
     assert "MoCo v2+ on CIFAR-10" in add("protocols-cifar10", "xmoco")
     assert "MoCo v2+ on CIFAR-10" not in add("protocols-cifar10", "mocov2plus")
     assert "ImageNet" in told()

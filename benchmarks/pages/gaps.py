@@ -25,6 +25,8 @@ def not_measured(place: Place) -> Iterator[str]:
     small = judged(place, "protocols-cifar10*.jsonl") + judged(place, "compare-cifar10*.jsonl")
     if not any(record.subject.startswith("mocov2plus") for record in small):
         yield "MoCo v2+ on CIFAR-10's test images."
+    if not place.files("compare-lightly*.jsonl"):
+        yield "What XMoCo's ideas are worth in [other libraries' methods](plugin.md)."
     if not any(record.protocol.get("recipe") == "imagenet" for record in judged(place, "*.jsonl")):
         yield "Training on ImageNet, and the recipes for it."
     if not place.files("detect.jsonl"):

@@ -27,7 +27,6 @@ def example() -> Iterator[ModuleType]:
         patch.syspath_prepend(str(EXAMPLES))
         import lightly_plugin
 
-        patch.setattr(lightly_plugin, "BANK", (24, 128))
         yield lightly_plugin
         del sys.modules["lightly_plugin"]
 
@@ -36,7 +35,9 @@ def built(example: ModuleType, method: str, add: str) -> Any:
     """With a backbone of one layer."""
     torch.manual_seed(0)
     backbone = nn.Sequential(nn.Flatten(), nn.Linear(48, 512))
-    return {"moco": example.MoCo, "simclr": example.SimCLR}[method](backbone, add)
+    if method == "simclr":
+        return example.SimCLR(backbone, add)
+    return example.MoCo(backbone, add, bank=(24, 128))
 
 
 def views(step: int) -> list[Tensor]:

@@ -30,7 +30,7 @@ from xmoco.evaluate.logistic import fit, fit_path
 from xmoco.evaluate.metrics import top_k
 from xmoco.fabric import Fabric
 from xmoco.files import write_whole
-from xmoco.methods import Method
+from xmoco.methods import Method, build_method
 from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.pretraining import identity_of, prepare_training, work_name
 from xmoco.records import Measured, Record, forget_half_line, read_records
@@ -147,12 +147,13 @@ class Bench:
         *,
         sizes: Sequence[int] | None = None,
         watch: Callable[[Training], Callback] = lambda _: Callback(),
+        build: Callable[[Config], Method] = build_method,
         command: str = "",
     ) -> list[Record]:
         """Train, or go on where ``run`` was interrupted; then measure, by images of ``sizes``.
 
-        Sizes are the recipe's for evaluation if not given. ``command`` is what a person goes on
-        with.
+        Sizes are the recipe's for evaluation if not given. ``build`` makes the method that the
+        configuration names, or one of another library; ``command`` is what a person goes on with.
         """
         held = self._free()
         config = trial.config
@@ -161,6 +162,7 @@ class Bench:
             self.fabric,
             self.images.train,
             run,
+            build,
             identity=identity_of(unwatched(config), self.images.fingerprint),
             resume_command=command,
         )

@@ -1,0 +1,88 @@
+"""benchmarks/in_lightly.py: lightly's MoCo by the loop and the measures of all other methods."""
+
+import copy
+import importlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from helpers import make_images, write_recipe
+from xmoco.settings import load_config
+
+pytest.importorskip("lightly", reason="lightly is an extra: pip install '.[examples]'")
+
+
+@pytest.fixture(scope="module")
+def program(benchmarks: None) -> ModuleType:
+    return importlib.import_module("in_lightly")
+
+
+@pytest.fixture
+def measure(
+    program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[dict[str, Any]]]:
+    """Calls the program with a quick recipe; gives all records there are then."""
+    monkeypatch.chdir(tmp_path)
+    write_recipe(tmp_path / "fast.yaml", "patterns")
+    images = make_images(tmp_path / "made")
+    (tmp_path / "set").mkdir()
+    for split in ("train", "val"):
+        (tmp_path / "set" / split).symlink_to(images)
+
+    def call(*arguments: str) -> list[dict[str, Any]]:
+        quick = ["backbone=resnet18", "batch=4", "bank_length=8", "--epochs", "1"]
+        fixed = ["fast.yaml", *quick, "--data", "set", "--results", "."]
+        monkeypatch.setattr(sys, "argv", ["in_lightly.py", *fixed, *arguments])
+        program.main()
+        lines = (tmp_path / program.FILE).read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    return call
+
+
+def test_each_way_is_trained_once_by_seed(
+    measure: Callable[..., list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = measure("--add", "nothing", "--beside", "2")
+    assert {r["subject"] for r in first} == {"lightly's MoCo"}
+    assert {r["measure"] for r in first} == {"knn_top1", "logistic_top1"}
+    assert {r["protocol"]["runs_at_once"] for r in first} == {3}
+    records = measure()
+    assert records[: len(first)] == first
+    ways = ("lightly's MoCo", "lightly's MoCo with consistency", "lightly's MoCo with both ideas")
+    assert {r["subject"] for r in records} == set(ways)
+    assert len(records) == 3 * len(first)
+    told = capsys.readouterr().out
+    assert all(way in told for way in ways)
+    assert measure() == records
+
+
+def test_a_step_is_that_of_the_example(program: ModuleType) -> None:
+    """Loss, and the momentum update after it."""
+    config = load_config("imagenette", program.SETTINGS.split(), {"source": "patterns"})
+    torch.manual_seed(0)
+    method = program.LightlyMoCo(config, "consistency").double()
+    views = list(torch.randn(2, 4, 3, 32, 32, dtype=torch.float64))
+    losses = []
+    for step in (copy.deepcopy(method.encoder), lambda *views: method(views, {}).loss):
+        torch.manual_seed(1)  # lightly's banks begin with random keys
+        losses.append(step(*views))
+    assert_close(losses[0], losses[1])
+    slow = method.encoder.backbone_momentum.conv1.weight
+    fast = method.encoder.backbone.conv1.weight
+    with torch.no_grad():
+        fast += 1
+    before = slow.clone()
+    method.after_update({})
+    assert_close(slow, 0.99 * before + 0.01 * fast)
+    assert {p for group in method.param_groups() for p in group.parameters} == {
+        *method.encoder.backbone.parameters(),
+        *method.encoder.projection_head.parameters(),
+    }
