@@ -39,6 +39,8 @@ def multi_process_service(wanted: bool = True) -> Iterator[None]:
 def in_processes(function: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> int:
     """Call it in a process of its own for each of the arguments; tells how many of them failed. Who
     is asked to stop, asks them."""
+    # OpenMP's idle threads spin for the next loop, and take the cores of the other processes.
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     processes = [CONTEXT.Process(target=function, args=one) for one in arguments]
     try:

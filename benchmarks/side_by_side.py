@@ -73,10 +73,10 @@ def main() -> None:
     table = Table(title=f"{work_name(config)}, batch {config.train.batch}, one round")
     for heading in ("runs at once", "images/s together", "each", "times one run"):
         table.add_column(heading, justify="right")
-    alone = sum(speeds[options.runs[0]]) / options.runs[0]
     for runs, found in speeds.items():
         each = ", ".join(f"{speed:,.0f}" for speed in found)
-        table.add_row(str(runs), f"{sum(found):,.0f}", each, f"{sum(found) / alone:.2f}")
+        gain = f"{sum(found) / speeds[1][0]:.2f}" if 1 in speeds else ""
+        table.add_row(str(runs), f"{sum(found):,.0f}", each, gain)
     Console(width=120).print(table)
 
 
@@ -102,6 +102,7 @@ def train(options: argparse.Namespace, seed: int, barrier: Any, answers: Any) ->
                 for _ in range(WARM_UP):
                     training.advance(stream)
                 finish(fabric.device)
+                print(f"run {seed} is warm, {time.process_time():.0f} s of processor", flush=True)
                 barrier.wait()
                 started, steps = time.perf_counter(), 0
                 while time.perf_counter() - started < options.seconds:
