@@ -1,5 +1,6 @@
 """Entries × seeds side by side, and the paper's tables: means over seeds with their deviation."""
 
+import itertools
 import math
 import re
 import statistics
@@ -25,8 +26,9 @@ from xmoco.report.circumstances import (
     section,
     sentence,
 )
-from xmoco.tables.definition import read_table, table_names
+from xmoco.tables.definition import Table, read_table, table_names
 from xmoco.tables.drawing import Filled, fill, groups_of, markdown, notes
+from xmoco.tables.tuning import trial_table
 
 COMPARED_SAY = (
     "Each row is a recipe with the given overrides; ± is the standard deviation over seeds. Rows "
@@ -86,8 +88,7 @@ def paper_tables(place: Place) -> str:
     parts: list[str] = []
     for file in place.files("tables*.jsonl"):
         records, shown = read_records(file, AnyRecord), set()
-        for name in table_names():
-            table = read_table(name)
+        for table in itertools.chain.from_iterable(map(with_trials, table_names())):
             for group in groups_of(table, records):
                 filled = fill(table, records, group)
                 if sum(bool(line.cells) for line in filled.lines) > 1:  # tables share runs
@@ -99,6 +100,12 @@ def paper_tables(place: Place) -> str:
             parts.append(comparison_table(place, file, alike))
     heading = "## The paper's tables at small scale"
     return "\n\n".join([heading, PAPER_TABLES_SAY, *parts] if parts else [])
+
+
+def with_trials(name: str) -> list[Table]:
+    """A table, and that of the learning rates that were tried for it."""
+    table = read_table(name)
+    return [table] if table.tuning is None else [table, trial_table(table, table.epochs)]
 
 
 def paper_table(place: Place, file: Path, filled: Filled) -> list[str]:

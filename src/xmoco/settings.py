@@ -4,11 +4,12 @@ A recipe may come from anyone, too: it is text of a bearable length, without ali
 hundred bytes could stand for gigabytes.
 """
 
+import copy
 import os
 import re
 import shlex
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -237,13 +238,19 @@ def read_yaml(text: str, where: str) -> Any:
     if len(text) > LONGEST_YAML:
         raise UserError(f"{where} is longer than {LONGEST_YAML:,} letters.")
     try:
-        return yaml.load(text, Loader=_Loader)
+        return copy.deepcopy(_loaded(text))
     except RecursionError:
         raise UserError(f"{where} is not valid yaml: it is nested too deeply.") from None
     except (yaml.YAMLError, ValueError, OverflowError, LookupError, TypeError) as error:
         # Not only yaml's own errors: a date such as 2024-13-45, or a number that is none.
         reason = " ".join(str(error).split())
         raise UserError(f"{where} is not valid yaml: {reason[:LONGEST_REASON]}") from None
+
+
+@lru_cache(maxsize=64)
+def _loaded(text: str) -> Any:
+    """The rows of a table read the same few recipes again and again."""
+    return yaml.load(text, Loader=_Loader)
 
 
 def _find_field(key: str) -> tuple[str, str] | None:

@@ -40,6 +40,27 @@ class PaperColumn(BaseModel):
     )
 
 
+class Tuning(BaseModel):
+    """Trials of every row on held-out training images, as many for each."""
+
+    model_config = STRICT
+
+    rates: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2)] = Field(
+        description="What a row's learning rate is multiplied by."
+    )
+    epochs: int = Field(ge=1, description="Of a trial, at most.")
+    share: float = Field(0.2, gt=0, lt=1, description="Of the training images, held out.")
+    by: ColumnName = Field("knn20", description="The column by which the best rate is chosen.")
+
+    @model_validator(mode="after")
+    def _can_choose(self) -> "Tuning":
+        if len({*self.rates}) < len(self.rates):
+            raise ValueError("a rate is given twice")
+        if COLUMNS[self.by].told_by_training:
+            raise ValueError(f"{self.by} is no accuracy, by which a rate could be chosen")
+        return self
+
+
 class Row(BaseModel):
     model_config = STRICT
 
@@ -62,6 +83,7 @@ class Table(BaseModel):
     seeds: Seeds
     columns: Annotated[list[ColumnName], Field(min_length=1)]
     chosen: str = Field("", description="In a sentence, how the rows' settings were chosen.")
+    tuning: Tuning | None = Field(None, description="How each row's learning rate is chosen.")
     axis: Text | None = Field(None, description="What rows in order are values of, as ξ.")
     paper: Text = Field("", description="How the paper's figures came about.")
     paper_columns: list[PaperColumn] = Field(default_factory=list)
@@ -75,6 +97,8 @@ class Table(BaseModel):
         for column in self.paper_columns:
             if column.beside is not None and column.beside not in self.columns:
                 raise ValueError(f"{column.beside}, beside which {column.heading} is, is no column")
+        if self.tuning is not None and self.tuning.by not in self.columns:
+            raise ValueError(f"{self.tuning.by}, by which rates are to be chosen, is no column")
         for row in self.rows:
             if row.paper and len(row.paper) != len(self.paper_columns):
                 raise ValueError(

@@ -11,7 +11,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +28,8 @@ from xmoco.report.curves import LIGHT, to_png
 from xmoco.tables.bench import HELD_OUT, Kept, Trial
 from xmoco.tables.columns import Column
 from xmoco.tables.definition import PaperColumn, Row, Table
-from xmoco.tables.plan import trials_of_rows
+from xmoco.tables.plan import Asked, trials_of_rows
+from xmoco.tables.tuning import Tuned, choice_told, is_tuned, tuned
 
 NOTHING = "–"
 DIGITS = {"%": 1, "s": 0, "GiB": 2, "MiB": 1, "M": 1}
@@ -106,6 +107,8 @@ class Filled:
     group: Group
     lines: Sequence[Line]
     records: Sequence[Kept]
+    factors: Mapping[str, float] | None = None
+    """What rows' learning rates were multiplied by, where the table has trials of them."""
 
     @property
     def columns(self) -> list[Column]:
@@ -116,14 +119,15 @@ class Filled:
     def measured_only(self) -> "Filled":
         """Without the rows that are still to be measured."""
         lines = [line for line in self.lines if line.cells or line.row.paper_only]
-        return Filled(self.table, self.group, lines, self.records)
+        return replace(self, lines=lines)
 
 
 def fill(
     table: Table, records: Sequence[Kept], group: Group, overrides: Sequence[str] = ()
 ) -> Filled:
     """The table of one group. A record belongs to the row whose settings it has."""
-    trials = trials_of_rows(table, overrides)
+    chosen = with_best_rates(table, records, group, overrides)
+    trials = trials_of_rows(chosen.table, overrides)
     own = [
         record for record in records if _of_a_table(record) and Group.of(record.protocol) == group
     ]
@@ -139,19 +143,32 @@ def fill(
                 cells[column] = Cell({seed: record.value for seed, record in last.items()})
                 shown += last.values()
         lines.append(Line(row, cells, trial))
-    return Filled(table, group, lines, shown)
+    return Filled(table, group, lines, shown, chosen.factors)
 
 
 def groups_of(table: Table, records: Sequence[Kept]) -> list[Group]:
     """Those in which records tell something of a table."""
-    rows = [trial.identity for trial in trials_of_rows(table).values()]
-    return list(
-        dict.fromkeys(
-            Group.of(record.protocol)
-            for record in records
-            if _of_a_table(record) and _identity(record) in rows
-        )
-    )
+    found: dict[Group, list[Kept]] = {}
+    for record in records:
+        if _of_a_table(record):
+            found.setdefault(Group.of(record.protocol), []).append(record)
+    return [group for group, own in found.items() if _tells(own, table, records, group)]
+
+
+def _tells(own: Sequence[Kept], table: Table, records: Sequence[Kept], group: Group) -> bool:
+    chosen = with_best_rates(table, records, group)
+    rows = [trial.identity for trial in trials_of_rows(chosen.table).values()]
+    return any(_identity(record) in rows for record in own)
+
+
+def with_best_rates(
+    table: Table, records: Sequence[Kept], group: Group, overrides: Sequence[str] = ()
+) -> Tuned:
+    """The table as it is trained, its rows' learning rates chosen by what has been tried."""
+    asked = Asked(held_out=group.held_out_share, overrides=tuple(overrides))
+    if not is_tuned(table, asked):
+        return Tuned(table)
+    return tuned(table, records, group.source, group.epochs, overrides)
 
 
 def _identity(record: Kept) -> tuple[str, Any]:
@@ -239,12 +256,21 @@ def _number(seeds: int) -> str:
 
 def notes(filled: Filled) -> list[str]:
     """What is to be read out of the table, and how its figures came about."""
-    told = [*agreements(filled), _spread(filled), *unequal(filled), filled.table.chosen]
+    told = [*agreements(filled), _spread(filled), *unequal(filled), _rates(filled)]
+    told.append(filled.table.chosen)
     if filled.records:
         told.append(circumstances(filled.records, _data, _size))
     if filled.table.paper:
         told.append(f"Paper: {filled.table.paper}.")
     return [words for words in told if words]
+
+
+def _rates(filled: Filled) -> str:
+    """How the rows' learning rates were chosen, if they were."""
+    if filled.table.tuning is None or filled.factors is None:
+        return ""
+    rows = [line.row.name for line in filled.lines if line.cells]
+    return choice_told(filled.table.tuning, filled.factors, rows) if rows else ""
 
 
 def _spread(filled: Filled) -> str:

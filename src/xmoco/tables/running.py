@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -34,6 +34,7 @@ from xmoco.tables.columns import COLUMNS, Column
 from xmoco.tables.definition import Table, read_table
 from xmoco.tables.drawing import Group, draw, fill
 from xmoco.tables.plan import Asked, Planned, plan
+from xmoco.tables.tuning import is_tuned, plan_tuned, trials_asked
 from xmoco.train.engine import build_fabric, choose_device
 from xmoco.train.loop import Callback, Training
 from xmoco.train.progress import Progress
@@ -52,6 +53,8 @@ class Job:
     records: Path
     command: str = "the same command"
     """With which a person goes on."""
+    given_up: frozenset[str] = frozenset()
+    """Trials of learning rates that failed, for which nobody waits."""
 
     @classmethod
     def of(
@@ -86,13 +89,33 @@ class Outcome:
 def run_table(
     job: Job, *, devices: int = 1, dry_run: bool = False, console: Console | None = None
 ) -> Outcome:
-    """Run what is missing of a table, on so many devices at once, and draw what there is."""
+    """Run what is missing of a table, on so many devices at once, and draw what there is. Trials of
+    the rows' learning rates come first, if the table wants them."""
     console = console or Console()
-    planned = plan(job.table, job.asked)  # a mistake is told before anything is trained
-    device = choose_device(planned[0].trial.config.run.device)
+    plan(job.table, job.asked)  # a mistake is told before anything is trained
+    outcomes = []
+    if is_tuned(job.table, job.asked):
+        table, asked = trials_asked(job.table, job.asked)
+        trials = replace(job, table=table, name=f"{job.name}-rates", asked=asked)
+        outcome, failed = _run(trials, devices, dry_run, console)
+        job = replace(job, given_up=failed)
+        outcomes.append(outcome)
+    outcomes.append(_run(job, devices, dry_run, console)[0])
+    problems = [outcome.problem for outcome in outcomes if outcome.problem is not None]
+    files = [file for outcome in outcomes for file in outcome.files]
+    return Outcome(files, " ".join(problems) or None)
+
+
+def _run(job: Job, devices: int, dry_run: bool, console: Console) -> tuple[Outcome, frozenset[str]]:
+    """One table, whatever comes before it; and the names of its rows that failed."""
+    planned, waiting = _planned(job)
+    every = plan(job.table, job.asked)
+    device = choose_device(every[0].trial.config.run.device)
     missing = _missing(job, planned, device)
-    runs = "1 run" if len(planned) == 1 else f"{len(planned)} runs"
+    runs = "1 run" if len(every) == 1 else f"{len(every)} runs"
     say(console, f"{job.table.title}: {runs}, {len(missing)} to be trained")
+    if waiting:
+        say(console, f"their learning rates are still to be chosen: {', '.join(waiting)}")
     if missing and dry_run:
         say(console, f"missing: {'; '.join(one.label for one in missing)}")
     course = Course()
@@ -108,10 +131,16 @@ def run_table(
             f"in work by another process: {'; '.join(course.elsewhere)}. When it is done, the same "
             "command draws the table again.",
         )
-    group = Group.of(planned[0].trial.facts)
+    group = Group.of(every[0].trial.facts)
     filled = fill(job.table, known_records(job.records), group, job.asked.overrides)
     files = draw(filled, job.name, job.out, course.failed)
-    return Outcome(files, _problem(course, len(planned)))
+    failed = frozenset(one.row.name for one in planned if one.label in course.failed)
+    return Outcome(files, _problem(course, len(planned))), failed
+
+
+def _planned(job: Job) -> tuple[list[Planned], list[str]]:
+    """What is to be trained, and the rows whose learning rates are not chosen yet."""
+    return plan_tuned(job.table, job.asked, known_records(job.records), job.given_up)
 
 
 def _missing(job: Job, planned: Sequence[Planned], device: str) -> list[Planned]:
@@ -149,7 +178,7 @@ def _problem(course: Course, planned: int) -> str | None:
 def run_missing(job: Job, console: Console, live: bool = True) -> Course:
     """Train and judge, one after the other, what has no records yet and nobody works on."""
     course, bench = Course(), None
-    for one in plan(job.table, job.asked):
+    for one in _planned(job)[0]:
         columns = _columns(job.table, choose_device(one.trial.config.run.device))
         if not one.trial.lacks(columns, known_records(job.records)):
             continue

@@ -1,0 +1,258 @@
+"""Learning rates of a table's rows: as many trials for each, by images held out of training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from matplotlib.figure import Figure
+
+from helpers import Outcome, assert_done, assert_refused, run_cli, two_splits, write_recipe
+from xmoco.tables import drawing, tuning
+from xmoco.tables.bench import HELD_OUT, Kept
+from xmoco.tables.columns import COLUMNS
+from xmoco.tables.definition import Table, read_table
+from xmoco.tables.drawing import Group, fill, groups_of, notes
+from xmoco.tables.plan import Asked, plan
+
+TABLE: dict[str, Any] = {
+    "title": "Two methods",
+    "about": "for tests",
+    "recipe": "demo",
+    "settings": "learning_rate=0.06",
+    "epochs": 3,
+    "seeds": [1, 2],
+    "columns": ["knn20", "knn200", "time"],
+    "tuning": {"rates": [0.5, 1.0, 2.0], "epochs": 2, "share": 0.25, "by": "knn200"},
+    "rows": [
+        {"name": "XMoCo"},
+        {"name": "MoCo", "settings": "method=mocov2plus learning_rate=0.1"},
+        {"name": "old", "paper_only": True},
+    ],
+}
+OWN = Table.model_validate(TABLE)
+TRIED = Asked(data="patterns", held_out=0.25)
+
+
+def tried(name: str, value: float, seed: int = 1, column: str = "knn200", **facts: Any) -> Kept:
+    """The record of a trial, of which facts may be others."""
+    asked = Asked(data="patterns", held_out=0.25, rows=(name,), seeds=(seed,))
+    (one,) = plan(tuning.trial_table(OWN, OWN.epochs), asked)
+    shown = COLUMNS[column]
+    return Kept(
+        measure=shown.measure,
+        value=value,
+        unit="%",
+        subject=one.trial.subject,
+        work=one.trial.work,
+        protocol={**one.trial.facts, "k": shown.k, "data": "patterns (train)", "size": 32}
+        | {"train_images": 60, "judged_images": 15}
+        | facts,
+        seed=seed,
+        machine={"processor": "Abacus", "threads": 2},
+        versions={"torch": "2.11.0"},
+        time="2026-01-02T03:04:05Z",
+    )
+
+
+def rates_of(chosen: Table) -> dict[str, float]:
+    asked = Asked(data="patterns", seeds=(1,))
+    return {one.row.name: one.trial.config.optim.learning_rate for one in plan(chosen, asked)}
+
+
+def test_trials_are_a_table_of_every_row_and_rate() -> None:
+    table, asked = tuning.trials_asked(OWN, Asked(data="patterns", overrides=("batch=32",)))
+    assert asked == Asked(data="patterns", held_out=0.25, overrides=("batch=32",))
+    planned = plan(table, asked)
+    assert [(one.row.name, one.trial.config.optim.learning_rate) for one in planned] == [
+        *(("XMoCo, rate × 0.5", 0.03), ("XMoCo, rate × 1", 0.06), ("XMoCo, rate × 2", 0.12)),
+        *(("MoCo, rate × 0.5", 0.05), ("MoCo, rate × 1", 0.1), ("MoCo, rate × 2", 0.2)),
+    ]
+    assert {(one.trial.seed, one.trial.config.train.epochs) for one in planned} == {(1, 2)}
+    assert {one.trial.facts["split"] for one in planned} == {HELD_OUT}
+    table, asked = tuning.trials_asked(OWN, Asked(data="patterns", epochs=1, rows=("MoCo",)))
+    assert {one.row.name.partition(",")[0] for one in plan(table, asked)} == {"MoCo"}
+    assert {one.trial.config.train.epochs for one in plan(table, asked)} == {1}
+
+
+def test_the_best_rate_is_taken_and_of_equal_ones_the_rows_own() -> None:
+    records = [
+        *(tried(f"XMoCo, rate × {factor}", value) for factor, value in ((0.5, 60), (1, 70))),
+        tried("XMoCo, rate × 2", 80, seed=1),
+        tried("XMoCo, rate × 2", 50, seed=2),  # 65 in the mean
+        *(tried(f"MoCo, rate × {factor}", 50) for factor in (0.5, 1, 2)),
+    ]
+    found = tuning.tuned(OWN, records, "patterns", 3)
+    assert found.factors == {"XMoCo": 1, "MoCo": 1}
+    assert rates_of(found.table) == {"XMoCo": 0.06, "MoCo": 0.1}
+    assert not found.waiting
+    found = tuning.tuned(OWN, [*records, tried("MoCo, rate × 0.5", 70)], "patterns", 3)
+    assert rates_of(found.table) == {"XMoCo": 0.06, "MoCo": 0.05}
+    assert found.table.rows[2] == OWN.rows[2]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"source": "others"},
+        {"epochs": 1},
+        {"held_out_share": 0.2},
+        {"split": "test"},
+        {"column": "knn20"},
+    ],
+)
+def test_records_of_something_else_choose_nothing(other: dict[str, Any]) -> None:
+    record = tried("XMoCo, rate × 2", 99, **other)
+    found = tuning.tuned(OWN, [record], "patterns", 3)
+    assert found.factors == {}
+    assert found.waiting == {"XMoCo", "MoCo"}
+    assert rates_of(found.table) == {"XMoCo": 0.06, "MoCo": 0.1}
+
+
+def test_rows_wait_for_trials_but_not_for_those_given_up() -> None:
+    records = [tried("XMoCo, rate × 0.5", 60), tried("XMoCo, rate × 1", 50)]
+    asked = Asked(data="patterns")
+    assert tuning.plan_tuned(OWN, asked, records) == ([], ["XMoCo", "MoCo"])
+    lost = [f"{name}, rate × {factor}" for name in ("XMoCo", "MoCo") for factor in (0.5, 1, 2)]
+    planned, waiting = tuning.plan_tuned(OWN, asked, records, given_up=lost)
+    assert waiting == ["MoCo"]  # of which no trial is there
+    assert [(one.row.name, one.trial.seed) for one in planned] == [("XMoCo", 1), ("XMoCo", 2)]
+    assert {one.trial.config.optim.learning_rate for one in planned} == {0.03}
+
+
+@pytest.mark.parametrize("asked", [TRIED, Asked(data="patterns", overrides=("learning_rate=1",))])
+def test_trials_themselves_and_a_given_rate_are_not_tuned(asked: Asked) -> None:
+    assert not tuning.is_tuned(OWN, asked)
+    planned, waiting = tuning.plan_tuned(OWN, asked, [])
+    assert planned == plan(OWN, asked)
+    assert not waiting
+    assert tuning.is_tuned(OWN, Asked(data="patterns", overrides=("batch=32",)))
+
+
+def test_a_drawn_table_has_the_rows_with_their_best_rates_and_says_so() -> None:
+    trials = [tried(f"XMoCo, rate × {f}", 50 + f) for f in (0.5, 1, 2)]
+    best = tuning.tuned(OWN, trials, "patterns", 3).table
+    (one,) = plan(best, Asked(data="patterns", rows=("XMoCo",), seeds=(1,)))
+    final = tried("XMoCo, rate × 2", 77, **one.trial.facts)
+    final.protocol.pop("held_out_share")
+    group = Group("patterns", 3, "test", None)
+    records = [*trials, final]
+    assert groups_of(OWN, records) == [Group("patterns", 2, HELD_OUT, 0.25), group]
+    filled = fill(OWN, records, group)
+    assert filled.lines[0].cells[COLUMNS["knn200"]].mean == 77
+    told = " ".join(notes(filled.measured_only()))
+    assert (
+        "The learning rate of every row is the best of 3 (its own × 0.5, 1, 2) by kNN (k = 200) on "
+        "a held-out 25 % of the training images after at most 2 epochs: × 2 for all."
+    ) in told
+    shown = fill(tuning.trial_table(OWN, 3), records, Group("patterns", 2, HELD_OUT, 0.25))
+    assert [bool(line.cells) for line in shown.lines] == [True] * 3 + [False] * 3
+    assert "learning rate" not in " ".join(notes(shown))
+
+
+def test_how_rates_were_chosen_is_told_by_rows() -> None:
+    assert OWN.tuning is not None
+    factors = {"a": 1.0, "b": 2.0, "c": 1.0}
+    told = tuning.choice_told(OWN.tuning, factors, ["a", "b", "c", "d"])
+    assert told.endswith(": × 2 for b; not tried for d; × 1 for all others.")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"rates": [1.0]}, "at least 2 items"),
+        ({"rates": [1.0, 1.0]}, "a rate is given twice"),
+        ({"rates": [1.0, 0.0]}, "greater than 0"),
+        ({"rates": [1.0, 2.0], "share": 1.0}, "less than 1"),
+        ({"rates": [1.0, 2.0], "by": "knn2"}, "unknown column 'knn2'"),
+        ({"rates": [1.0, 2.0], "by": "time"}, "time is no accuracy"),
+        ({"rates": [1.0, 2.0], "by": "logistic"}, "logistic, by which rates are to be chosen"),
+    ],
+)
+def test_what_cannot_be_tuned_is_told(wrong: dict[str, Any], said: str, tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(TABLE | {"tuning": {"epochs": 2} | wrong}))
+    assert_refused(run_cli("tables", "run", str(tmp_path / "own.yaml")), said)
+
+
+# From images to the table
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with images, a quick recipe and a table of two rates."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(drawing, "picture", lambda _: Figure((1, 1)))
+    images = two_splits(tmp_path / "gratings")
+    write_recipe(tmp_path / "fast.yaml", images, train={"batch": 16, "log_every": 1, "epochs": 1})
+    write_table(rates=[1.0, 4.0])
+    return tmp_path
+
+
+def write_table(rates: list[float]) -> None:
+    own = {"recipe": "fast.yaml", "settings": "", "epochs": 1, "seeds": [0], "columns": ["knn20"]}
+    own |= {"tuning": {"rates": rates, "epochs": 1, "by": "knn20"}, "rows": TABLE["rows"]}
+    Path("own.yaml").write_text(yaml.safe_dump(TABLE | own))
+
+
+def run(*arguments: str) -> Outcome:
+    return run_cli("tables", "run", "own.yaml", "--out", "out", *arguments)
+
+
+def knn() -> list[dict[str, Any]]:
+    lines = Path("out/records.jsonl").read_text().splitlines()
+    return [r for r in map(json.loads, lines) if r["measure"] == "knn_top1"]
+
+
+def test_rates_are_tried_first_and_the_best_is_trained(here: Path) -> None:
+    outcome = run()
+    assert_done(outcome)
+    assert "Two methods: learning rates: 4 runs, 4 to be trained" in outcome.stdout
+    assert "Two methods: 2 runs, 2 to be trained" in outcome.stdout
+    *trials, first, second = knn()
+    assert {r["protocol"]["split"] for r in trials} == {HELD_OUT}
+    assert [r["protocol"]["split"] for r in (first, second)] == ["test", "test"]
+    for final in (first, second):
+        own = [r for r in trials if r["subject"] == final["subject"]]
+        assert len(own) == 2
+        best = max(own, key=lambda r: r["value"])  # of equal ones the first, the row's own
+        assert final["protocol"]["settings"]["optim"] == best["protocol"]["settings"]["optim"]
+    for name in ("own", "own-rates"):
+        assert {file.suffix for file in Path("out").glob(f"{name}.*")} == {".md", ".csv", ".png"}
+    assert "The learning rate of every row is the best of 2" in Path("out/own.md").read_text()
+    before = Path("out/records.jsonl").read_bytes()
+    again = run()
+    assert_done(again)
+    assert "4 runs, 0 to be trained" in again.stdout
+    assert Path("out/records.jsonl").read_bytes() == before
+
+
+def test_a_rate_that_fails_is_given_up_and_told(here: Path) -> None:
+    write_table(rates=[1.0, 1e16])
+    outcome = run("--row", "XMoCo")
+    assert outcome.status != 0
+    assert "XMoCo, rate × 1e+16, seed 0" in outcome.stderr
+    *_, final = knn()
+    assert final["protocol"]["split"] == "test"
+    assert {r["subject"] for r in knn()} == {"xmoco"}
+    assert len(knn()) == 2
+
+
+def test_a_dry_run_tells_what_is_still_to_be_chosen(here: Path) -> None:
+    outcome = run("--dry-run")
+    assert_done(outcome)
+    assert "missing: XMoCo, rate × 1, seed 0" in outcome.stdout
+    assert "their learning rates are still to be chosen: XMoCo, MoCo" in outcome.stdout
+
+
+def test_on_held_out_images_the_rows_are_as_they_are(here: Path) -> None:
+    outcome = run("--held-out", "--dry-run")
+    assert "learning rates" not in outcome.stdout
+    assert not Path("out/own-rates.md").exists()
+
+
+def test_the_main_table_gives_every_row_as_many_trials() -> None:
+    table = read_table("main")
+    assert table.tuning is not None
+    trials = tuning.trial_table(table, table.epochs)
+    assert len(trials.rows) == len(table.trained) * len(table.tuning.rates)
