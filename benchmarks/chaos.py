@@ -81,16 +81,16 @@ def write_images(folder: Path) -> Path:
 def session(arguments: list[str], folder: Path, fault: str, at: int) -> None:
     """``xmoco ARGUMENTS``, whose steps are noted; after ``at`` of them the fault comes from inside,
     if it is of that kind."""
-    from xmoco import pretraining
     from xmoco.cli import main
+    from xmoco.report import pictures
     from xmoco.run_logger import RunLogger
 
     said = os.open(folder / "said.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(said, 1)
     os.dup2(said, 2)
     torch.set_num_threads(1)
-    pretraining.picture_views = lambda *_: None  # type: ignore[assignment]
-    pretraining.picture_neighbours = lambda *_: None  # type: ignore[assignment]
+    pictures.picture_views = lambda *_: None  # type: ignore[assignment]
+    pictures.picture_neighbours = lambda *_: None  # type: ignore[assignment]
     on_step, taken = RunLogger.on_step, 0
     begin = INSIDE.get(fault)
 

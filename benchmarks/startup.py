@@ -115,9 +115,7 @@ def run(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     clock.wrap(Monitor, "trained", "kNN")
     clock.wrap(Training, "save", "the checkpoint")
     clock.wrap(pretraining, "save_backbone", "the weights")
-    clock.wrap(pretraining, "picture_views", "the picture of views")
-    clock.wrap(pretraining, "picture_neighbours", "the picture of neighbours")
-    clock.wrap(pretraining, "write_report", "the report's page")
+    clock.wrap(pretraining, "draw_report", "the report and its pictures")
     with tempfile.TemporaryDirectory() as folder:
         pretraining.pretrain(
             options.recipe,

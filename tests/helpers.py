@@ -104,15 +104,13 @@ def leave_pictures_out() -> None:
     """A report without curves and pictures, which take longer to draw than a small run."""
     from xmoco import pretraining
 
-    pretraining.picture_views = lambda *_: None
-    pretraining.picture_neighbours = lambda *_: None
-    pretraining.picture_negatives = lambda *_: None
-    pretraining.write_report = _write_plain_report
+    pretraining.draw_report = _write_plain_report
 
 
-def _write_plain_report(run: Path, **_: Any) -> Path:
-    (run / "report.html").write_text("<p>no pictures")
-    return run / "report.html"
+def _write_plain_report(config: Any, training: Any, *_: Any) -> Path:
+    page = training.run.path / "report.html"
+    page.write_text("<p>no pictures")
+    return page
 
 
 @contextlib.contextmanager
@@ -120,14 +118,12 @@ def no_pictures() -> Iterator[None]:
     """As ``leave_pictures_out``, for a while."""
     from xmoco import pretraining
 
-    names = ("picture_views", "picture_neighbours", "picture_negatives", "write_report")
-    before = {name: getattr(pretraining, name) for name in names}
+    before = pretraining.draw_report
     leave_pictures_out()
     try:
         yield
     finally:
-        for name, function in before.items():
-            setattr(pretraining, name, function)
+        pretraining.draw_report = before
 
 
 _processes = multiprocessing.get_context("forkserver")

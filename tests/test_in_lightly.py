@@ -31,7 +31,7 @@ def measure(
     """Calls the program with a quick recipe; gives all records there are then."""
     monkeypatch.chdir(tmp_path)
     write_recipe(tmp_path / "fast.yaml", "patterns")
-    images = make_images(tmp_path / "made")
+    images = make_images(tmp_path / "made", each=6)
     (tmp_path / "set").mkdir()
     for split in ("train", "val"):
         (tmp_path / "set" / split).symlink_to(images)

@@ -35,8 +35,6 @@ from xmoco.planning import (
     say,
     with_full_paths,
 )
-from xmoco.report.page import write_report
-from xmoco.report.pictures import picture_negatives, picture_neighbours, picture_views
 from xmoco.run_logger import Judge, RunLogger
 from xmoco.schedules import WarmupCosine
 from xmoco.settings import FREE, config_yaml, differences, is_bound
@@ -406,11 +404,22 @@ def _other_norm(model: ModelConfig, before: Mapping[str, Any]) -> str:
 
 def _finish(config: Config, training: Training, method: Method, monitor: Monitor) -> RunResult:
     """Weights and report of a finished run."""
-    backbone, run = method.encoder.backbone, training.run
+    run = training.run
     card = BackboneCard.of_run(config, config.train.epochs)
-    save_backbone(backbone, card, run.weights)
-    report = write_report(
-        run.path,
+    save_backbone(method.encoder.backbone, card, run.weights)
+    report = draw_report(config, training, method, monitor)
+    return RunResult(run.path, run.weights, report, run.last_knn(), training.seconds)
+
+
+def draw_report(config: Config, training: Training, method: Method, monitor: Monitor) -> Path:
+    """A finished run's page, with its curves and pictures."""
+    # Imported here because it takes half a second, which the first step need not wait for.
+    from xmoco.report.page import write_report
+    from xmoco.report.pictures import picture_negatives, picture_neighbours, picture_views
+
+    backbone = method.encoder.backbone
+    return write_report(
+        training.run.path,
         views_png=picture_views(monitor.train, method.views, config.train.seed, monitor.device),
         neighbours_png=picture_neighbours(monitor, backbone),
         negatives_png=picture_negatives(
@@ -418,4 +427,3 @@ def _finish(config: Config, training: Training, method: Method, monitor: Monitor
         ),
         summary={"Training time": f"{training.seconds:,.0f} s, kNN included"},
     )
-    return RunResult(run.path, run.weights, report, run.last_knn(), training.seconds)
