@@ -26,7 +26,7 @@ from xmoco.config.methods import MoCoV2PlusConfig
 from xmoco.methods import Method
 from xmoco.nn.encoder import checked_backbone
 from xmoco.records import append_records
-from xmoco.tables.bench import Bench, Images, Trial, known_records
+from xmoco.tables.bench import Bench, Images, Trial, diverged_at, known_records
 from xmoco.tables.columns import COLUMNS
 from xmoco.task import StepOutput, Values
 from xmoco.train.engine import build_fabric
@@ -110,6 +110,8 @@ def attempt(bench: Bench, trial: Trial, add: str, path: Path, beside: int) -> No
     build = partial(LightlyMoCo, add=add)
     with tempfile.TemporaryDirectory() as folder:
         found = bench.attempt(trial, columns, RunFolder(Path(folder)), build=build)
+    if (step := diverged_at(found)) is not None:
+        raise SystemExit(f"{trial.subject}, seed {trial.seed} diverged at step {step:,}.")
     if beside:
         for record in found:
             record.protocol["runs_at_once"] = 1 + beside

@@ -27,7 +27,7 @@ from xmoco.report.circumstances import (
     sentence,
 )
 from xmoco.tables.definition import Table, read_table, table_names
-from xmoco.tables.drawing import Filled, fill, groups_of, markdown, notes
+from xmoco.tables.drawing import Filled, fill_all, markdown, notes
 from xmoco.tables.tuning import trial_table
 
 COMPARED_SAY = (
@@ -89,8 +89,7 @@ def paper_tables(place: Place) -> str:
     for file in place.files("tables*.jsonl"):
         records, shown = read_records(file, AnyRecord), set()
         for table in itertools.chain.from_iterable(map(with_trials, table_names())):
-            for group in groups_of(table, records):
-                filled = fill(table, records, group)
+            for filled in fill_all(table, records):
                 if sum(bool(line.cells) for line in filled.lines) > 1:  # tables share runs
                     shown |= {id(record) for record in filled.records}
                     parts += paper_table(place, file, filled)

@@ -23,7 +23,7 @@ from xmoco.tables.drawing import (
     agreements,
     csv_text,
     fill,
-    groups_of,
+    fill_all,
     markdown,
     notes,
     page,
@@ -173,7 +173,7 @@ def test_who_learns_labels_is_not_among_those_compared() -> None:
 
 def test_groups_are_told_apart() -> None:
     held = "validation, held out of the training images"
-    assert groups_of(TABLE, RECORDS) == [
+    assert [filled.group for filled in fill_all(TABLE, RECORDS)] == [
         GROUP,
         GROUP._replace(epochs=4),
         GROUP._replace(split=held),

@@ -219,12 +219,12 @@ def test_what_fails_is_a_gap_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
     outcome = run()
     assert_refused(
         outcome,
-        "4 of 5 runs failed and are gaps in the table",
-        "diverges, seed 0: the loss is NaN or infinite at step",
+        "3 of 5 runs failed and are gaps in the table",
         "too large, seed 0: folder gratings (train) has 48 images, too few for a batch of 512",
         "breaks, seed 0: a kernel fell over (all about it is in",
         "large, seed 0: the device has too little memory for it",
         "The same command tries them again.",
+        "Gaps in the table, as training diverged: diverges, seed 0, at step",
     )
     log = next(path for path in Path("out").rglob("train.log") if "fell over" in path.read_text())
     assert "Traceback" in log.read_text()
@@ -233,11 +233,14 @@ def test_what_fails_is_a_gap_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
     assert cells()["good"][3] == "one"
     text = Path("out/two.md").read_text()
     assert "- large, seed 0 failed: the device has too little memory for it.\n" in text
-    assert len({r["protocol"]["changes"] for r in records()}) == 1
+    assert "Diverged: diverges, seed 0, at step" in text
+    (end,) = (r for r in records() if r["measure"] == bench.DIVERGED)
+    assert end["protocol"]["changes"] == "learning_rate=9e15 weight_decay=1e9"
+    assert end["unit"] == "step"
 
     outcome = run()  # those two were bad luck
-    assert "5 runs, 4 to be trained" in outcome.stdout
-    assert_refused(outcome, "2 of 5 runs failed")
+    assert "5 runs, 3 to be trained" in outcome.stdout
+    assert_refused(outcome, "1 of 5 runs failed", "as training diverged: diverges, seed 0")
     assert cells()["breaks"][3] == "one"
 
 

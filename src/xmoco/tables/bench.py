@@ -37,7 +37,7 @@ from xmoco.records import Measured, Record, forget_half_line, read_records
 from xmoco.settings import FREE
 from xmoco.starting_weights import start_from_weights
 from xmoco.tables.columns import Column
-from xmoco.train.loop import Callback, Training
+from xmoco.train.loop import Callback, DivergedError, Training
 from xmoco.train.run_folder import RunFolder, plain
 
 STRENGTHS = (10.0, 1.0, 0.1, 0.01, 0.001)
@@ -46,6 +46,8 @@ CHOOSING_SHARE = 0.2
 """Of the training images, by which a strength is chosen: never by the images that are judged."""
 KNN_TEMPERATURE = 0.1
 HELD_OUT = "validation, held out of the training images"
+DIVERGED = "diverged"
+"""What a record measures that tells at which step a trial ended so."""
 
 Kept = Measured[dict[str, Any]]
 
@@ -85,9 +87,16 @@ class Trial:
         ]
 
     def lacks(self, columns: Sequence[Column], records: Sequence[Kept]) -> list[Column]:
-        """The columns that none of the records shows for this trial."""
+        """The columns that are still to be measured: what diverged once would do so again."""
         own = self.own(records)
+        if diverged_at(own) is not None:
+            return []
         return [column for column in columns if not any(map(column.shows, own))]
+
+
+def diverged_at(records: Sequence[Kept | Record]) -> int | None:
+    """The step at which a trial ended, if it did so without an accuracy."""
+    return next((int(record.value) for record in records if record.measure == DIVERGED), None)
 
 
 def known_records(path: Path) -> list[Kept]:
@@ -150,7 +159,8 @@ class Bench:
         build: Callable[[Config], Method] = build_method,
         command: str = "",
     ) -> list[Record]:
-        """Train, or go on where ``run`` was interrupted; then measure, by images of ``sizes``.
+        """Train, or go on where ``run`` was interrupted; then measure, by images of ``sizes``. Of a
+        training that diverges the only record says so.
 
         Sizes are the recipe's for evaluation if not given. ``build`` makes the method that the
         configuration names, or one of another library; ``command`` is what a person goes on with.
@@ -169,19 +179,27 @@ class Bench:
         if not training.restore():  # whatever checkpoints there were
             assert isinstance(training.task, Method)
             start_from_weights(training.task, config)
+        data = {
+            "data": self.images.train.name,
+            "train_images": len(self.images.train),
+            "judged_images": len(self.images.test),
+        }
         gpu_memory = run.path / "gpu_memory"  # of training, for when judging is interrupted
         seconds = training.seconds
         if not training.finished:
-            seconds, peak = self._train(training, watch)
+            try:
+                seconds, peak = self._train(training, watch)
+            except DivergedError as error:
+                protocol = {**trial.facts, **trial.told, **data}
+                what = (trial.subject, trial.work, protocol, trial.seed)
+                return [Record(DIVERGED, error.step, "step", *what)]
             write_whole(gpu_memory, str(peak - held).encode())
         method = training.task
         assert isinstance(method, Method)
         common = {
             **trial.facts,
             **trial.told,
-            "data": self.images.train.name,
-            "train_images": len(self.images.train),
-            "judged_images": len(self.images.test),
+            **data,
             "features": "backbone",
             "train_seconds": round(seconds, 1),
             "images_per_second": round(training.total_steps * config.train.batch / seconds),

@@ -11,7 +11,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +25,11 @@ from xmoco.methods import method_class
 from xmoco.planning import describe_views
 from xmoco.report.circumstances import circumstances, markdown_table, sentence
 from xmoco.report.curves import LIGHT, to_png
-from xmoco.tables.bench import HELD_OUT, Kept, Trial
+from xmoco.tables.bench import DIVERGED, HELD_OUT, Kept, Trial
 from xmoco.tables.columns import Column
 from xmoco.tables.definition import PaperColumn, Row, Table
 from xmoco.tables.plan import Asked, trials_of_rows
-from xmoco.tables.tuning import Tuned, choice_told, is_tuned, tuned
+from xmoco.tables.tuning import Tried, choice_told, with_best_rates
 
 NOTHING = "–"
 DIGITS = {"%": 1, "s": 0, "GiB": 2, "MiB": 1, "M": 1}
@@ -107,8 +107,10 @@ class Filled:
     group: Group
     lines: Sequence[Line]
     records: Sequence[Kept]
-    factors: Mapping[str, float] | None = None
-    """What rows' learning rates were multiplied by, where the table has trials of them."""
+    tried: Mapping[str, Tried] = field(default_factory=dict)
+    """What became of rows' learning rates, where the table has trials of them."""
+    diverged: Sequence[str] = ()
+    """Runs of which nothing but this is known, and when it was."""
 
     @property
     def columns(self) -> list[Column]:
@@ -126,13 +128,15 @@ def fill(
     table: Table, records: Sequence[Kept], group: Group, overrides: Sequence[str] = ()
 ) -> Filled:
     """The table of one group. A record belongs to the row whose settings it has."""
-    chosen = with_best_rates(table, records, group, overrides)
+    asked = Asked(held_out=group.held_out_share, overrides=tuple(overrides))
+    chosen = with_best_rates(table, asked, records, group.source, group.epochs)
     trials = trials_of_rows(chosen.table, overrides)
     own = [
         record for record in records if _of_a_table(record) and Group.of(record.protocol) == group
     ]
     shown: list[Kept] = []
-    lines = []
+    lines: list[Line] = []
+    diverged: list[str] = []
     for row in table.rows:
         trial = trials.get(row.name)
         found = [r for r in own if trial is not None and _identity(r) == trial.identity]
@@ -142,33 +146,18 @@ def fill(
             if last:
                 cells[column] = Cell({seed: record.value for seed, record in last.items()})
                 shown += last.values()
+        ended = {record.seed: record for record in found if record.measure == DIVERGED}
+        shown += ended.values()
+        diverged += [f"{row.name}, seed {seed}, at step {r.value:,g}" for seed, r in ended.items()]
         lines.append(Line(row, cells, trial))
-    return Filled(table, group, lines, shown, chosen.factors)
+    return Filled(table, group, lines, shown, chosen.tried, diverged)
 
 
-def groups_of(table: Table, records: Sequence[Kept]) -> list[Group]:
-    """Those in which records tell something of a table."""
-    found: dict[Group, list[Kept]] = {}
-    for record in records:
-        if _of_a_table(record):
-            found.setdefault(Group.of(record.protocol), []).append(record)
-    return [group for group, own in found.items() if _tells(own, table, records, group)]
-
-
-def _tells(own: Sequence[Kept], table: Table, records: Sequence[Kept], group: Group) -> bool:
-    chosen = with_best_rates(table, records, group)
-    rows = [trial.identity for trial in trials_of_rows(chosen.table).values()]
-    return any(_identity(record) in rows for record in own)
-
-
-def with_best_rates(
-    table: Table, records: Sequence[Kept], group: Group, overrides: Sequence[str] = ()
-) -> Tuned:
-    """The table as it is trained, its rows' learning rates chosen by what has been tried."""
-    asked = Asked(held_out=group.held_out_share, overrides=tuple(overrides))
-    if not is_tuned(table, asked):
-        return Tuned(table)
-    return tuned(table, records, group.source, group.epochs, overrides)
+def fill_all(table: Table, records: Sequence[Kept]) -> list[Filled]:
+    """The table of every group of which records tell something."""
+    groups = dict.fromkeys(Group.of(r.protocol) for r in records if _of_a_table(r))
+    filled = [fill(table, records, group) for group in groups]
+    return [one for one in filled if one.records]
 
 
 def _identity(record: Kept) -> tuple[str, Any]:
@@ -256,8 +245,8 @@ def _number(seeds: int) -> str:
 
 def notes(filled: Filled) -> list[str]:
     """What is to be read out of the table, and how its figures came about."""
-    told = [*agreements(filled), _spread(filled), *unequal(filled), _rates(filled)]
-    told.append(filled.table.chosen)
+    told = [*agreements(filled), _spread(filled), _divergence(filled), *unequal(filled)]
+    told += [_rates(filled), filled.table.chosen]
     if filled.records:
         told.append(circumstances(filled.records, _data, _size))
     if filled.table.paper:
@@ -267,10 +256,15 @@ def notes(filled: Filled) -> list[str]:
 
 def _rates(filled: Filled) -> str:
     """How the rows' learning rates were chosen, if they were."""
-    if filled.table.tuning is None or filled.factors is None:
+    tuning = filled.table.tuning
+    if tuning is None or not filled.tried:
         return ""
     rows = [line.row.name for line in filled.lines if line.cells]
-    return choice_told(filled.table.tuning, filled.factors, rows) if rows else ""
+    return choice_told(tuning, filled.tried, rows, filled.group.epochs)
+
+
+def _divergence(filled: Filled) -> str:
+    return f"Diverged: {'; '.join(filled.diverged)}." if filled.diverged else ""
 
 
 def _spread(filled: Filled) -> str:

@@ -29,12 +29,12 @@ from xmoco.errors import Interrupted, UserError
 from xmoco.planning import say
 from xmoco.records import append_records
 from xmoco.settings import config_yaml
-from xmoco.tables.bench import Bench, Images, Trial, known_records, lasting
+from xmoco.tables.bench import Bench, Images, Trial, diverged_at, known_records, lasting
 from xmoco.tables.columns import COLUMNS, Column
 from xmoco.tables.definition import Table, read_table
-from xmoco.tables.drawing import Group, draw, fill
+from xmoco.tables.drawing import Filled, Group, draw, fill
 from xmoco.tables.plan import Asked, Planned, plan
-from xmoco.tables.tuning import is_tuned, plan_tuned, trials_asked
+from xmoco.tables.tuning import Tuned, is_tuned, trials_asked, with_best_rates
 from xmoco.train.engine import build_fabric, choose_device
 from xmoco.train.loop import Callback, Training
 from xmoco.train.progress import Progress
@@ -53,8 +53,6 @@ class Job:
     records: Path
     command: str = "the same command"
     """With which a person goes on."""
-    given_up: frozenset[str] = frozenset()
-    """Trials of learning rates that failed, for which nobody waits."""
 
     @classmethod
     def of(
@@ -93,29 +91,27 @@ def run_table(
     the rows' learning rates come first, if the table wants them."""
     console = console or Console()
     plan(job.table, job.asked)  # a mistake is told before anything is trained
-    outcomes = []
+    jobs = [job]
     if is_tuned(job.table, job.asked):
         table, asked = trials_asked(job.table, job.asked)
-        trials = replace(job, table=table, name=f"{job.name}-rates", asked=asked)
-        outcome, failed = _run(trials, devices, dry_run, console)
-        job = replace(job, given_up=failed)
-        outcomes.append(outcome)
-    outcomes.append(_run(job, devices, dry_run, console)[0])
+        jobs.insert(0, replace(job, table=table, name=f"{job.name}-rates", asked=asked))
+    outcomes = [_run(one, devices, dry_run, console) for one in jobs]
     problems = [outcome.problem for outcome in outcomes if outcome.problem is not None]
     files = [file for outcome in outcomes for file in outcome.files]
     return Outcome(files, " ".join(problems) or None)
 
 
-def _run(job: Job, devices: int, dry_run: bool, console: Console) -> tuple[Outcome, frozenset[str]]:
-    """One table, whatever comes before it; and the names of its rows that failed."""
-    planned, waiting = _planned(job)
+def _run(job: Job, devices: int, dry_run: bool, console: Console) -> Outcome:
+    """One table, whatever comes before it."""
     every = plan(job.table, job.asked)
+    rows = {one.row.name for one in every}
+    planned, chosen = _planned(job)
     device = choose_device(every[0].trial.config.run.device)
     missing = _missing(job, planned, device)
     runs = "1 run" if len(every) == 1 else f"{len(every)} runs"
-    say(console, f"{job.table.title}: {runs}, {len(missing)} to be trained")
-    if waiting:
-        say(console, f"their learning rates are still to be chosen: {', '.join(waiting)}")
+    waiting = [one for one in every if one.row.name in chosen.waiting]
+    later = f", {len(waiting)} when their learning rates are chosen" if waiting else ""
+    say(console, f"{job.table.title}: {runs}, {len(missing)} to be trained{later}")
     if missing and dry_run:
         say(console, f"missing: {'; '.join(one.label for one in missing)}")
     course = Course()
@@ -134,13 +130,20 @@ def _run(job: Job, devices: int, dry_run: bool, console: Console) -> tuple[Outco
     group = Group.of(every[0].trial.facts)
     filled = fill(job.table, known_records(job.records), group, job.asked.overrides)
     files = draw(filled, job.name, job.out, course.failed)
-    failed = frozenset(one.row.name for one in planned if one.label in course.failed)
-    return Outcome(files, _problem(course, len(planned))), failed
+    problems = [_failures(course, len(planned))]
+    if job.asked.held_out is None:  # where settings are tried, it is a result
+        problems += [_divergence(filled), _hopeless([n for n in chosen.hopeless if n in rows])]
+    return Outcome(files, " ".join(filter(None, problems)) or None)
 
 
-def _planned(job: Job) -> tuple[list[Planned], list[str]]:
-    """What is to be trained, and the rows whose learning rates are not chosen yet."""
-    return plan_tuned(job.table, job.asked, known_records(job.records), job.given_up)
+def _planned(job: Job) -> tuple[list[Planned], Tuned]:
+    """What is to be trained, by the best of the learning rates that were tried."""
+    facts = plan(job.table, job.asked)[0].trial.facts
+    known = known_records(job.records)
+    chosen = with_best_rates(job.table, job.asked, known, facts["source"], facts["epochs"])
+    without = {*chosen.waiting, *chosen.hopeless}
+    ready = [one for one in plan(chosen.table, job.asked) if one.row.name not in without]
+    return ready, chosen
 
 
 def _missing(job: Job, planned: Sequence[Planned], device: str) -> list[Planned]:
@@ -165,14 +168,27 @@ def _with_all_that_is_told(columns: Sequence[Column], device: str) -> list[Colum
     return [*columns, *(column for column in told if column not in columns)]
 
 
-def _problem(course: Course, planned: int) -> str | None:
+def _failures(course: Course, planned: int) -> str:
     if not course.failed:
-        return None
+        return ""
     reasons = "; ".join(f"{label}: {reason}" for label, reason in course.failed.items())
     return (
         f"{len(course.failed)} of {planned} runs failed and are gaps in the table ({reasons}). "
         "The same command tries them again."
     )
+
+
+def _divergence(filled: Filled) -> str:
+    if not filled.diverged:
+        return ""
+    return (
+        f"Gaps in the table, as training diverged: {'; '.join(filled.diverged)}. The same settings "
+        "are not tried again."
+    )
+
+
+def _hopeless(rows: Sequence[str]) -> str:
+    return f"Not trained, as all of their trials diverged: {', '.join(rows)}." if rows else ""
 
 
 def run_missing(job: Job, console: Console, live: bool = True) -> Course:
@@ -271,6 +287,8 @@ def _attempt(
         for record in found
         if column.shows(record)
     ]
+    if (step := diverged_at(found)) is not None:
+        values = [f"diverged at step {step:,}"]
     say(console, f"{one.label}: {', '.join(values)}")
 
 

@@ -1,51 +1,49 @@
-"""Equal effort for all rows of a table: each takes the best of a few learning rates.
+"""As many trials for every row of a table: each takes the best of a few learning rates.
 
 Rates are tried in short trainings and judged by images held out of the training set. The trials of
 a table are a table themselves, with a row for every rate of every row, which is run and drawn like
 others; what was chosen follows from its records.
 """
 
-import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from xmoco.tables.bench import Kept, split_facts
+from xmoco.tables.bench import Kept, diverged_at, split_facts
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.definition import Row, Table, Tuning
-from xmoco.tables.plan import Asked, Planned, plan, trials_of_rows
+from xmoco.tables.plan import Asked, trials_of_rows
 
 SETTING = "learning_rate"
 
 
 def is_tuned(table: Table, asked: Asked) -> bool:
     """Whether rates are to be chosen: not in trials, nor where the rate is given for all rows."""
-    given = any(change.partition("=")[0] == SETTING for change in asked.overrides)
-    return table.tuning is not None and asked.held_out is None and not given
+    given = {change.partition("=")[0].strip().removeprefix("optim.") for change in asked.overrides}
+    return table.tuning is not None and asked.held_out is None and SETTING not in given
 
 
 def trials_asked(table: Table, asked: Asked) -> tuple[Table, Asked]:
     """The table of trials, and how it is to be run."""
-    assert table.tuning is not None
-    chosen = {row.name for row in table.trained} if asked.rows is None else {*asked.rows}
-    epochs = table.epochs if asked.epochs is None else asked.epochs
-    trials = trial_table(table, epochs, asked.overrides, chosen)
-    how = Asked(data=asked.data, held_out=table.tuning.share, overrides=asked.overrides)
+    tuning = table.tuning
+    assert tuning is not None
+    trials = trial_table(table, asked.epochs or table.epochs, asked.overrides)
+    rows = None
+    if asked.rows is not None:
+        rows = tuple(
+            trial_name(row, factor)
+            for row in table.trained
+            if row.name in asked.rows
+            for factor in tuning.rates
+        )
+    how = Asked(data=asked.data, rows=rows, held_out=tuning.share, overrides=asked.overrides)
     return trials, how
 
 
-def trial_table(
-    table: Table,
-    epochs: int,
-    overrides: Sequence[str] = (),
-    chosen: Collection[str] | None = None,
-) -> Table:
-    """A row for every rate of every row, or of those ``chosen``; ``epochs`` are the table's own."""
+def trial_table(table: Table, epochs: int, overrides: Sequence[str] = ()) -> Table:
+    """A row for every rate of every row; ``epochs`` are the table's own."""
     tuning = table.tuning
     assert tuning is not None
-    usual = {
-        name: trial.config.optim.learning_rate
-        for name, trial in trials_of_rows(table, overrides).items()
-    }
+    usual = usual_rates(table, overrides)
     rows = [
         Row(
             name=trial_name(row, factor),
@@ -53,14 +51,14 @@ def trial_table(
             settings=with_rate(row, factor, usual[row.name]),
         )
         for row in table.trained
-        if chosen is None or row.name in chosen
         for factor in tuning.rates
     ]
     return table.model_copy(
         update={
             "title": f"{table.title}: learning rates",
-            "epochs": min(tuning.epochs, epochs),
+            "epochs": trial_epochs(tuning, epochs),
             "seeds": table.seeds[:1],
+            "columns": [tuning.by],
             "paper": "",
             "paper_columns": [],
             "chosen": "",
@@ -70,8 +68,17 @@ def trial_table(
     )
 
 
+def trial_epochs(tuning: Tuning, epochs: int) -> int:
+    return min(tuning.epochs, epochs)
+
+
 def trial_name(row: Row, factor: float) -> str:
     return f"{row.name}, rate × {factor:g}"
+
+
+def usual_rates(table: Table, overrides: Sequence[str]) -> dict[str, float]:
+    trials = trials_of_rows(table, overrides)
+    return {name: trial.config.optim.learning_rate for name, trial in trials.items()}
 
 
 def with_rate(row: Row, factor: float, usual: float) -> str:
@@ -81,88 +88,116 @@ def with_rate(row: Row, factor: float, usual: float) -> str:
 
 
 @dataclass(frozen=True)
+class Tried:
+    """What became of a row's rates."""
+
+    judged: Mapping[float, float]
+    """Accuracy by factor of the row's own rate."""
+    diverged: Sequence[float]
+    missing: Sequence[float]
+
+    @property
+    def best(self) -> float | None:
+        """None if all have diverged, or as long as one is missing. Of equal ones the row's own."""
+        if self.missing or not self.judged:
+            return None
+        return max(self.judged, key=lambda factor: (self.judged[factor], factor == 1))
+
+
+@dataclass(frozen=True)
 class Tuned:
-    """A table whose rows have the best of their rates."""
+    """A table whose rows have the best of their rates, or their own as long as none is chosen."""
 
     table: Table
-    factors: Mapping[str, float] | None = None
-    """Of a row's own rate, by row, of those that have been tried; of no row of a table without
-    trials."""
-    waiting: frozenset[str] = frozenset()
-    """Rows whose trials are not all there."""
+    tried: Mapping[str, Tried]
+    """By row."""
+
+    @property
+    def waiting(self) -> list[str]:
+        """Rows whose trials are not all there."""
+        return [name for name, tried in self.tried.items() if tried.missing]
+
+    @property
+    def hopeless(self) -> list[str]:
+        """Rows of which every trial diverged."""
+        return [name for name, t in self.tried.items() if not (t.missing or t.judged)]
 
 
-def tuned(
-    table: Table,
-    records: Sequence[Kept],
-    source: str,
-    epochs: int,
-    overrides: Sequence[str] = (),
-    given_up: Collection[str] = (),
+def with_best_rates(
+    table: Table, asked: Asked, records: Sequence[Kept], source: str, epochs: int
 ) -> Tuned:
-    """By records of images from ``source``, for a table of so many epochs. Trials that were
-    ``given_up`` are not waited for."""
-    tuning = table.tuning
-    assert tuning is not None
+    """The table as it is trained for so many epochs, by what records of images from ``source`` tell
+    of its trials."""
+    tuning, overrides = table.tuning, asked.overrides
+    if tuning is None or not is_tuned(table, asked):
+        return Tuned(table, {})
     trials = trial_table(table, epochs, overrides)
-    tried, usual = trials_of_rows(trials, overrides), trials_of_rows(table, overrides)
     facts = {"source": source, "epochs": trials.epochs, **split_facts(tuning.share)}
-    judged = [
+    own = [
         record
         for record in records
-        if COLUMNS[tuning.by].shows(record) and facts.items() <= record.protocol.items()
+        if record.seed == trials.seeds[0] and facts.items() <= record.protocol.items()
     ]
-    factors, waiting, rows = {}, set(), []
+    configurations = trials_of_rows(trials, overrides)
+    usual = usual_rates(table, overrides)
+    tried, rows = {}, []
     for row in table.rows:
-        if row.name not in usual:  # the paper's alone
-            rows.append(row)
-            continue
-        values = {}
-        for factor in tuning.rates:
-            identity = tried[trial_name(row, factor)].identity
-            found = [r.value for r in judged if (r.subject, r.protocol["settings"]) == identity]
-            if found:
-                values[factor] = statistics.fmean(found)
-            elif trial_name(row, factor) not in given_up:
-                waiting.add(row.name)
-        if values:  # of equal ones the row's own
-            factors[row.name] = max(values, key=lambda factor: (values[factor], factor == 1))
+        if row.name in usual:  # it is not the paper's alone
+            found = {}
+            for factor in tuning.rates:
+                identity = configurations[trial_name(row, factor)].identity
+                found[factor] = [r for r in own if (r.subject, r.protocol["settings"]) == identity]
+            tried[row.name] = _tried(tuning, found)
+            best = tried[row.name].best
+            if best is not None:
+                row = row.model_copy(update={"settings": with_rate(row, best, usual[row.name])})
+        rows.append(row)
+    return Tuned(table.model_copy(update={"rows": rows}), tried)
+
+
+def _tried(tuning: Tuning, records: Mapping[float, Sequence[Kept]]) -> Tried:
+    by = COLUMNS[tuning.by]
+    judged, diverged, missing = {}, [], []
+    for factor, own in records.items():
+        found = [record.value for record in own if by.shows(record)]
+        if found:
+            judged[factor] = found[-1]
+        elif diverged_at(own) is not None:
+            diverged.append(factor)
         else:
-            waiting.add(row.name)
-        own = usual[row.name].config.optim.learning_rate
-        best = with_rate(row, factors.get(row.name, 1.0), own)
-        rows.append(row.model_copy(update={"settings": best}))
-    return Tuned(table.model_copy(update={"rows": rows}), factors, frozenset(waiting))
+            missing.append(factor)
+    return Tried(judged, diverged, missing)
 
 
-def plan_tuned(
-    table: Table, asked: Asked, records: Sequence[Kept], given_up: Collection[str] = ()
-) -> tuple[list[Planned], list[str]]:
-    """What is to be trained, by the best rates; and the rows that wait for trials."""
-    planned = plan(table, asked)
-    if not is_tuned(table, asked):
-        return planned, []
-    facts = planned[0].trial.facts
-    chosen = tuned(table, records, facts["source"], facts["epochs"], asked.overrides, given_up)
-    found = plan(chosen.table, asked)
-    ready = [one for one in found if one.row.name not in chosen.waiting]
-    waiting = dict.fromkeys(one.row.name for one in found if one.row.name in chosen.waiting)
-    return ready, [*waiting]
-
-
-def choice_told(tuning: Tuning, factors: Mapping[str, float], rows: Sequence[str]) -> str:
-    """How the rates of these rows were chosen, in a sentence."""
-    names: dict[str, list[str]] = {}
+def choice_told(
+    tuning: Tuning, tried: Mapping[str, Tried], rows: Sequence[str], epochs: int
+) -> str:
+    """How the rates of these rows were chosen, in a sentence or two; the table has ``epochs``."""
+    names: dict[float, list[str]] = {}
     for row in rows:
-        words = f"× {factors[row]:g}" if row in factors else "not tried"
-        names.setdefault(words, []).append(row)
-    usual = max(names, key=lambda words: len(names[words]))
-    others = [f"{words} for {', '.join(own)}" for words, own in names.items() if words != usual]
-    chosen = "; ".join([*others, f"{usual} for all{' others' * bool(others)}"])
+        best = tried[row].best
+        if best is not None:
+            names.setdefault(best, []).append(row)
+    if not names:
+        return ""
+    usual = max(names, key=lambda factor: len(names[factor]))
+    others = [f"× {f:g} for {', '.join(names[f])}" for f in sorted(names) if f != usual]
+    chosen = "; ".join([*others, f"× {usual:g} for {'all others' if others else 'all'}"])
     rates = ", ".join(f"{factor:g}" for factor in tuning.rates)
-    epochs = "1 epoch" if tuning.epochs == 1 else f"at most {tuning.epochs} epochs"
-    return (
-        f"The learning rate of every row is the best of {len(tuning.rates)} (its own × {rates}) by "
+    counted = trial_epochs(tuning, epochs)
+    after = "1 epoch" if counted == 1 else f"{counted} epochs"
+    told = (
+        f"Learning rates are the best of {len(tuning.rates)} for every row (its own × {rates}), by "
         f"{COLUMNS[tuning.by].heading} on a held-out {100 * tuning.share:g} % of the training "
-        f"images after {epochs}: {chosen}."
+        f"images after {after}: {chosen}."
     )
+    return " ".join([told, *_exceptions(tried, rows)])
+
+
+def _exceptions(tried: Mapping[str, Tried], rows: Sequence[str]) -> Iterator[str]:
+    diverged = [f"{row} × {f:g}" for row in rows for f in tried[row].diverged]
+    if diverged:
+        yield f"Diverged: {', '.join(diverged)}."
+    untried = [row for row in rows if tried[row].missing]
+    if untried:
+        yield f"With their own rates, as trials are missing: {', '.join(untried)}."

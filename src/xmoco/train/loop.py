@@ -178,7 +178,7 @@ class Training:
         # Parameters are the same on all processes, which must end together.
         norms = torch._foreach_norm(list(self.task.parameters()))
         if not torch.stack(norms).isfinite().all():
-            raise self._diverged(f"the weights are NaN or infinite at step {self.step}")
+            raise self._diverged(f"the weights are NaN or infinite at step {self.step}", self.step)
         consolidate_state_dict(self.task)
         if not self.fabric.is_global_zero:
             return
@@ -318,10 +318,12 @@ class Training:
         Steps are functions of what they start from, so the others will be the same again.
         """
         if way_back is None:
-            raise self._diverged(str(bad))
+            raise self._diverged(str(bad), bad.step)
         self.left_out.add(bad.step - 1)
         if too_many(len(self.left_out), self.step):
-            raise self._diverged(f"{bad}, and {len(self.left_out)} steps were skipped already")
+            raise self._diverged(
+                f"{bad}, and {len(self.left_out)} steps were skipped already", bad.step
+            )
         way_back.go()
         self.step, self.losses.level = way_back.step, way_back.level
         note = f"{bad}: that step is skipped"
@@ -391,10 +393,12 @@ class Training:
         self.run.add_unreadable(found[self.unreadable_named :])
         self.unreadable_named = len(found)
 
-    def _diverged(self, what: str) -> "DivergedError":
-        return DivergedError(
+    def _diverged(self, what: str, step: int) -> "DivergedError":
+        error = DivergedError(
             f"{what}; {self._last_good()}: {self.plan.to_converge}, and start again."
         )
+        error.step = step
+        return error
 
     def _last_good(self) -> str:
         last = self.run.checkpoints.latest()
@@ -434,6 +438,9 @@ def _reached(state: Mapping[str, Any], total_steps: int) -> tuple[int, float, fl
 
 class DivergedError(UserError):
     """The loss or the weights are no longer numbers."""
+
+    step = 0
+    """At which that was so."""
 
 
 class _RunningMeans:
