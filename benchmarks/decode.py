@@ -1,17 +1,19 @@
 """How fast image files become batches on the device.
 
-    python benchmarks/decode.py [--kind plain|progressive|png]
+    python benchmarks/decode.py [--kind plain|progressive|png] [--size 128x128]
 
-Photograph-like files of 500×375 are written to a temporary folder and brought to the device batch
-after batch, as training would have them: decoded by the host's threads and, where there is a GPU,
-decoded there, with files read by threads or, as xmoco does it, by processes. Files that are no
-plain JPEG are not for the GPU; where there is one, xmoco has them decoded by processes. These ways
-take turns; the median round counts. Of xmoco's own way it is also told what each stage takes alone;
-in the pipeline they overlap. The records go to benchmarks/results.
+Photograph-like files, of 500×375 if not said otherwise, are written to a temporary folder and
+brought to the device batch after batch, as training would have them: decoded by the host's threads
+and, where there is a GPU, decoded there, with files read by threads or, as xmoco does it, by
+processes. Files that are no plain JPEG are not for the GPU; where there is one, xmoco has them
+decoded by processes. These ways take turns; the median round counts. Of xmoco's own way it is also
+told what each stage takes alone; in the pipeline they overlap. The records go to
+benchmarks/results.
 """
 
 import argparse
 import io
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -39,7 +41,9 @@ from xmoco.data.jpeg import PlainJpeg, decode_jpegs, plain_jpeg
 from xmoco.data.streaming import on_one_canvas
 from xmoco.records import Record, append_records
 
-WIDTH, HEIGHT, QUALITY = 500, 375, 85
+USUAL = (500, 375)
+"""Width and height."""
+QUALITY = 85
 JPEG = {"format": "JPEG", "quality": QUALITY, "subsampling": "4:2:0"}
 KINDS: dict[str, dict[str, Any]] = {
     "plain": JPEG,
@@ -48,9 +52,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """How Pillow writes files of each."""
 DESCRIBED = {
-    "plain": f"JPEG {WIDTH}×{HEIGHT}, quality {QUALITY}, 4:2:0",
-    "progressive": f"progressive JPEG {WIDTH}×{HEIGHT}, quality {QUALITY}, 4:2:0",
-    "png": f"PNG {WIDTH}×{HEIGHT}",
+    "plain": f"JPEG {{}}×{{}}, quality {QUALITY}, 4:2:0",
+    "progressive": f"progressive JPEG {{}}×{{}}, quality {QUALITY}, 4:2:0",
+    "png": "PNG {}×{}",
 }
 WARM_UP = 3
 """Batches that are not timed: the first ones are those read ahead."""
@@ -83,6 +87,7 @@ class ReadByThreads(DecodedByThreads):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kind", choices=KINDS, default="plain")
+    parser.add_argument("--size", type=width_and_height, default=USUAL, metavar="WIDTHxHEIGHT")
     parser.add_argument("--images", type=int, default=4096)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--readers", type=int, default=16)
@@ -91,7 +96,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        write_photographs(Path(folder), options.images, options.kind)
+        write_photographs(Path(folder), options.images, options.kind, options.size)
         size = sum(path.stat().st_size for path in Path(folder).iterdir())
         images = open_images(DataConfig(source=folder), "train")
         assert images is not None
@@ -109,17 +114,18 @@ def main() -> None:
             stages = stages_on_host(images, options.batch)
         else:
             stages = stages_on_gpu(images, options.batch, device) if device.type == "cuda" else {}
+    files = DESCRIBED[options.kind].format(*options.size)
     protocol = {
         "images": options.images,
         "batch": options.batch,
         "readers": options.readers,
         "rounds": options.rounds,
-        "files": DESCRIBED[options.kind],
+        "files": files,
         "bytes_per_file": round(size / options.images),
         "device": device.type,
     }
     records = []
-    table = Table(title=f"{DESCRIBED[options.kind]} to batches of {options.batch} on {device.type}")
+    table = Table(title=f"{files} to batches of {options.batch} on {device.type}")
     for heading in ("subject", "images/s", "lowest", "highest"):
         table.add_column(heading, justify="left" if heading == "subject" else "right")
     for subject in ways:
@@ -128,7 +134,7 @@ def main() -> None:
         told = protocol | {"values": [round(value) for value in values]}
         if stages and subject == [*ways][-1]:
             told["stage_seconds"] = stages
-        records.append(record(subject, median(values), options.kind, told))
+        records.append(record(subject, median(values), options, told))
     path = options.results / "decode.jsonl"
     append_records(path, records)
     console = Console()
@@ -138,21 +144,34 @@ def main() -> None:
     console.print(f"records in {path}")
 
 
-def record(subject: str, value: float, kind: str, protocol: dict[str, Any]) -> Record:
-    work = f"decode-{WIDTH}x{HEIGHT}" + ("" if kind == "plain" else f"-{kind}")
+def width_and_height(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form 128x96")
+    return int(found[1]), int(found[2])
+
+
+def record(
+    subject: str, value: float, options: argparse.Namespace, protocol: dict[str, Any]
+) -> Record:
+    kind = "" if options.kind == "plain" else f"-{options.kind}"
+    work = f"decode-{'x'.join(map(str, options.size))}{kind}"
     return Record("decode_images_per_second", value, "images/s", subject, work, protocol, seed=0)
 
 
-def write_photographs(folder: Path, count: int, kind: str = "plain") -> None:
+def write_photographs(
+    folder: Path, count: int, kind: str = "plain", size: tuple[int, int] = USUAL
+) -> None:
     """Soft shapes and colours with fine grain: files as large as photographs of that size."""
-    grain = np.random.default_rng(0).normal(0, 9, (2 * HEIGHT, 2 * WIDTH, 1)).astype(np.float32)
+    width, height = size
+    grain = np.random.default_rng(0).normal(0, 9, (2 * height, 2 * width, 1)).astype(np.float32)
 
     def write(number: int) -> None:
         rng = np.random.default_rng(number)
         coarse = Image.fromarray(rng.integers(30, 226, (10, 14, 3), dtype=np.uint8))
-        soft = np.asarray(coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC))
-        top, left = rng.integers(0, HEIGHT), rng.integers(0, WIDTH)
-        pixels = soft + grain[top : top + HEIGHT, left : left + WIDTH]
+        soft = np.asarray(coarse.resize(size, Image.Resampling.BICUBIC))
+        top, left = rng.integers(0, height), rng.integers(0, width)
+        pixels = soft + grain[top : top + height, left : left + width]
         file = io.BytesIO()
         image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
         image.save(file, **KINDS[kind])

@@ -408,12 +408,21 @@ def test_what_processes_decode_is_the_same_to_the_bit_on_a_gpu(
 
 
 @pytest.mark.gpu
-def test_resident_batches_on_a_gpu_equal_streamed_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("small", [True, False])
+def test_resident_batches_on_a_gpu_equal_streamed_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: bool
+) -> None:
+    """To the bit: small images are decoded as on a CPU, others as by streaming."""
+    if not small:
+        monkeypatch.setattr("xmoco.data.preload.SMALL", 0)
     images = opened(write_mixture(tmp_path))
     kept = preload(images, CUDA)
     assert isinstance(kept, RaggedImages)
     assert kept.pictures[0].is_cuda
-    assert_same(list(in_order(kept, 50, CUDA)), list(in_order(images, 50, CUDA)))
+    held = list(in_order(kept, 50, CUDA))
+    if small:
+        held = [replace(batch, images=batch.images.cpu()) for batch in held]
+    assert_same(held, list(in_order(images, 50, CPU if small else CUDA)))
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 Images of one size lie in one tensor, and a batch is one ``index_select``. Images of different sizes
 lie end to end, and those of a batch are copied onto its canvas. Either way a batch is that which
-streaming would have given.
+streaming would have given, but for what two decoders of JPEG files make of the same file.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -18,6 +18,9 @@ from xmoco.data.unreadable import Unreadable
 LOOKED_AT = 8
 """So many images tell the size to expect, so that a huge set is not decoded in vain."""
 DECODED_AT_ONCE = 256
+SMALL = 160 * 160
+"""Pixels of images that threads decode sooner than a GPU, to which each is an errand of its own.
+Nothing trains yet that would need Python's lock."""
 
 Progress = Callable[[int, int], None]
 """Called with the number of images done and their total."""
@@ -39,20 +42,22 @@ def preload(
     if isinstance(images, ArrayImages):
         if images.pixels.numel() > limit:
             return images
-        pixels = images.pixels.to(device)
-        return ArrayImages(images.name, pixels, images.labels, images.classes, images.shown)
-    sizes = _some_sizes(images, device, readers)
-    if 3 * float(sizes.prod(1).double().mean()) * len(images) > limit:
+        there = images.pixels.to(device)
+        return ArrayImages(images.name, there, images.labels, images.classes, images.shown)
+    sizes = _some_sizes(images, readers)
+    pixels = float(sizes.prod(1).double().mean())
+    if 3 * pixels * len(images) > limit:
         return images
+    decoder = torch.device("cpu") if pixels <= SMALL else device
     if unreadable is None:
         unreadable = Unreadable(len(images))
     kept: ImageSet | None = None
     if (sizes == sizes[0]).all():
-        with closing(_everything(images, device, readers, unreadable, on_progress)) as batches:
+        with closing(_everything(images, decoder, readers, unreadable, on_progress)) as batches:
             kept = _array(images, sizes[0], device, batches)
     if kept is None:
-        with closing(_everything(images, device, readers, unreadable, on_progress)) as batches:
-            kept = _ragged(images, limit, batches)
+        with closing(_everything(images, decoder, readers, unreadable, on_progress)) as batches:
+            kept = _ragged(images, limit, device, batches)
     return images if kept is None else kept
 
 
@@ -82,12 +87,13 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def _some_sizes(images: ImageSet, device: torch.device, readers: int) -> Tensor:
+def _some_sizes(images: ImageSet, readers: int) -> Tensor:
     """Sizes of images here and there."""
     places = (torch.arange(LOOKED_AT) * len(images) // LOOKED_AT).unique()
     # What turns out unreadable here is met again in its turn, and noted then.
     broken = Unreadable(len(images))
-    with closing(streamed(images, iter([places]), device, readers, broken)) as looks:
+    cpu = torch.device("cpu")
+    with closing(streamed(images, iter([places]), cpu, readers, broken)) as looks:
         return next(looks).sizes
 
 
@@ -124,7 +130,9 @@ def _array(
     return ArrayImages(images.name, pixels, _labels(images, shown), images.classes, shown)
 
 
-def _ragged(images: ImageSet, limit: int, batches: Iterator[Batch]) -> RaggedImages | None:
+def _ragged(
+    images: ImageSet, limit: int, device: torch.device, batches: Iterator[Batch]
+) -> RaggedImages | None:
     """The images end to end; none as soon as they do not fit into ``limit`` bytes."""
     pictures: list[Tensor] = []
     shown = []
@@ -136,7 +144,7 @@ def _ragged(images: ImageSet, limit: int, batches: Iterator[Batch]) -> RaggedIma
                 image[:, :high, :wide].flatten()
                 for image, (high, wide) in zip(batch.images, sizes, strict=True)
             ]
-        )
+        ).to(device)
         total += len(end_to_end)
         if total > limit:
             return None
