@@ -41,15 +41,7 @@ from xmoco.files import write_whole
 from xmoco.methods import Method
 from xmoco.records import Record, append_records
 from xmoco.settings import load_config
-from xmoco.tables.bench import (
-    Bench,
-    Images,
-    Kept,
-    Trial,
-    diverged_at,
-    known_records,
-    split_facts,
-)
+from xmoco.tables.bench import Bench, Images, Kept, Trial, known_records, split_facts
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.running import run_name
 from xmoco.train.engine import build_fabric
@@ -201,8 +193,6 @@ def attempt(
         kept = "the same command goes on" if options.runs else "it is lost: --runs would keep it"
         print(f"{entry.name}, seed {trial.seed} was stopped; {kept}.", file=sys.stderr)
         sys.exit(stop.status)
-    if (step := diverged_at(found)) is not None:
-        raise UserError(f"training diverged at step {step:,}.")
     settings = trial.config.model_dump(mode="json", exclude={"run", "data", "monitor"})
     found[-1].protocol["settings"] = settings
     if curve.points:  # a kept run may have been trained before anyone watched

@@ -23,10 +23,11 @@ from options import at_least
 from recipe import RESULTS
 from xmoco.config import Config
 from xmoco.config.methods import MoCoV2PlusConfig
+from xmoco.errors import Interrupted, UserError
 from xmoco.methods import Method
 from xmoco.nn.encoder import checked_backbone
 from xmoco.records import append_records
-from xmoco.tables.bench import Bench, Images, Trial, diverged_at, known_records
+from xmoco.tables.bench import Bench, Images, Trial, known_records
 from xmoco.tables.columns import COLUMNS
 from xmoco.task import StepOutput, Values
 from xmoco.train.engine import build_fabric
@@ -94,15 +95,24 @@ def main() -> None:
         for seed in options.seeds
         for add, entry in entries.items()
     ]
-    path, bench = options.results / FILE, None
+    path, bench, failed = options.results / FILE, None, 0
     for add, _, trial in trials:
         if trial.own(known_records(path)):
             continue
         if bench is None:
             fabric = build_fabric(trial.config.run)
             bench = Bench(fabric, Images.open(trial.config.data, fabric.device, None))
-        attempt(bench, trial, add, path, options.beside)
+        try:
+            attempt(bench, trial, add, path, options.beside)
+        except UserError as error:
+            failed += 1
+            print(f"{trial.subject}, seed {trial.seed}: {error}", file=sys.stderr, flush=True)
+        except Interrupted as stop:
+            print(f"{trial.subject}, seed {trial.seed} was stopped: it is lost.", file=sys.stderr)
+            sys.exit(stop.status)
     show([(entry, trial) for _, entry, trial in trials], known_records(path), options)
+    if failed:
+        sys.exit("not everything could be trained and judged, see above.")
 
 
 def attempt(bench: Bench, trial: Trial, add: str, path: Path, beside: int) -> None:
@@ -110,8 +120,6 @@ def attempt(bench: Bench, trial: Trial, add: str, path: Path, beside: int) -> No
     build = partial(LightlyMoCo, add=add)
     with tempfile.TemporaryDirectory() as folder:
         found = bench.attempt(trial, columns, RunFolder(Path(folder)), build=build)
-    if (step := diverged_at(found)) is not None:
-        raise SystemExit(f"{trial.subject}, seed {trial.seed} diverged at step {step:,}.")
     if beside:
         for record in found:
             record.protocol["runs_at_once"] = 1 + beside

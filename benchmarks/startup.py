@@ -63,9 +63,11 @@ def main() -> None:
     protocol = {"recipe": options.recipe, "changes": " ".join(options.settings), "rounds": 1}
     found: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        # An installed program has its bytecode: the first run writes it, whatever is set here.
+        # An installed program has its bytecode: the first run writes it, whatever is set here. And
+        # OpenMP's threads wait as they do under the command line.
         environment = os.environ | {
             "PYTHONDONTWRITEBYTECODE": "",
+            "GOMP_SPINCOUNT": "1000",
             "TRITON_CACHE_DIR": str(Path(folder) / "kernels"),
         }
         for measure in MEASURES:

@@ -90,7 +90,9 @@ def paper_tables(place: Place) -> str:
         records, shown = read_records(file, AnyRecord), set()
         for table in itertools.chain.from_iterable(map(with_trials, table_names())):
             for filled in fill_all(table, records):
-                if sum(bool(line.cells) for line in filled.lines) > 1:  # tables share runs
+                found = {id(record) for record in filled.records}
+                # Tables share runs; those of trials are a part of another, too.
+                if sum(bool(line.cells) for line in filled.lines) > 1 and not found <= shown:
                     shown |= {id(record) for record in filled.records}
                     parts += paper_table(place, file, filled)
         former = [r for r in records if id(r) not in shown and r.measure.endswith("_top1")]
@@ -102,9 +104,9 @@ def paper_tables(place: Place) -> str:
 
 
 def with_trials(name: str) -> list[Table]:
-    """A table, and that of the learning rates that were tried for it."""
+    """A table, and before it that of the learning rates that were tried for it."""
     table = read_table(name)
-    return [table] if table.tuning is None else [table, trial_table(table, table.epochs)]
+    return [table] if table.tuning is None else [trial_table(table, table.epochs), table]
 
 
 def paper_table(place: Place, file: Path, filled: Filled) -> list[str]:

@@ -190,6 +190,12 @@ def test_a_panel_follows_the_screen() -> None:
     assert not re.findall("#[0-9a-f]{6}", svg.replace(rules, ""))
 
 
+def test_a_colour_in_a_name_is_left_in_it() -> None:
+    named = f"run {LIGHT.colours[0]}: {LIGHT.colours[0]}"
+    svg = panel_svg(Panel("Loss", "nats", {named: Series([1], [3]), "loss": Series([1], [2])}))
+    assert named in "".join(ElementTree.fromstring(svg).itertext())
+
+
 @pytest.mark.filterwarnings("ignore:Glyph")
 @given(st.text(alphabet=st.characters(), min_size=1, max_size=12))
 @settings(max_examples=25, deadline=None)

@@ -244,6 +244,39 @@ def test_what_fails_is_a_gap_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
     assert cells()["breaks"][3] == "one"
 
 
+def test_what_diverged_is_tried_again_in_another_way_only() -> None:
+    write_table(rows=[{"name": "bad", "settings": "learning_rate=9e15"}, {"name": "good"}])
+    assert_refused(run(), "as training diverged: bad, seed 0, at step", "skip_bad_steps=true")
+    before = Path("out/records.jsonl").read_bytes()
+    assert_refused(run("--row", "bad"), "bad, seed 0, at step")
+    assert_done(run("--row", "good"))  # the other is not asked for
+    assert Path("out/records.jsonl").read_bytes() == before
+    assert "Diverged: bad, seed 0" in Path("out/two.md").read_text()
+    outcome = run("--row", "bad", "skip_bad_steps=true")
+    assert "1 run, 1 to be trained" in outcome.stdout
+
+
+def test_images_of_the_same_name_are_not_taken_for_these() -> None:
+    two_splits(Path("others") / "gratings", each=13)
+    assert_done(run("--row", "0.9"))
+    assert "48 training" in Path("out/two.md").read_text()
+    outcome = run("--row", "0.9", "--data", "others/gratings")
+    assert_done(outcome)
+    assert "1 run, 1 to be trained" in outcome.stdout
+    assert "52 training" in Path("out/two.md").read_text()
+    assert "0 to be trained" in run("--row", "0.9", "--data", "others/gratings").stdout
+    assert "0 to be trained" in run("--row", "0.9").stdout
+    assert "48 training" in Path("out/two.md").read_text()
+
+
+def test_a_table_is_drawn_without_its_images() -> None:
+    assert_done(run("--row", "0.9"))
+    outcome = run("--row", "0.9", "--dry-run", "--data", "gone/gratings")
+    assert_done(outcome)
+    assert "1 run, 0 to be trained" in outcome.stdout
+    assert_refused(run("--row", "0.9", "--data", "gone/gratings"), "there is no folder or archive")
+
+
 def test_half_finished_records_are_made_whole() -> None:
     assert_done(run())
     file, before = Path("out/records.jsonl"), records()
@@ -350,6 +383,8 @@ def test_a_linear_classifier_is_a_column(monkeypatch: pytest.MonkeyPatch) -> Non
         (["two.yaml", "--share", "1.5"], ["--share 1.5 is not between 0 and 1"]),
         (["two.yaml", "--row", "0.8"], ["there is no row '0.8'"]),
         (["two.yaml", "--epochs", "0"], ["row 0.5: train.epochs = 0"]),
+        (["two.yaml", "epochs=2"], ["epochs=2: give --epochs instead"]),
+        (["two.yaml", "train.seed=2"], ["train.seed=2: give --seeds instead"]),
         (["two.yaml", "epocs=1"], ["unknown key 'epocs' (did you mean epochs?)"]),
         (["two.yaml", "--data", "gone"], ["there is no folder or archive"]),
         (["two.yaml", "--data", "alone"], ["has no test images", "--held-out"]),

@@ -1,6 +1,7 @@
 """Learning rates of a table's rows: as many trials for each, by images held out of training."""
 
 import json
+import multiprocessing
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from matplotlib.figure import Figure
 
 from helpers import Outcome, assert_done, assert_refused, run_cli, two_splits, write_recipe
 from xmoco.records import Record
-from xmoco.tables import drawing, tuning
+from xmoco.tables import drawing, running, tuning
 from xmoco.tables.bench import DIVERGED, HELD_OUT, Bench, Kept, Trial
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.definition import Table, read_table
@@ -83,6 +84,7 @@ def test_trials_are_a_table_of_every_row_and_rate() -> None:
     ]
     assert {(one.trial.seed, one.trial.config.train.epochs) for one in planned} == {(1, 2)}
     assert {one.trial.facts["split"] for one in planned} == {HELD_OUT}
+    assert (table.columns, table.axis) == (["knn20", "knn200", "time"], None)
     table, asked = tuning.trials_asked(OWN, Asked(data="patterns", epochs=1, rows=("MoCo",)))
     assert {one.row.name.partition(",")[0] for one in plan(table, asked)} == {"MoCo"}
     assert {one.trial.config.train.epochs for one in plan(table, asked)} == {1}
@@ -99,9 +101,20 @@ def test_the_best_rate_is_taken_and_of_equal_ones_the_rows_own() -> None:
     assert {name: one.best for name, one in found.tried.items()} == {"XMoCo": 1, "MoCo": 1}
     assert rates_of(found.table) == {"XMoCo": 0.06, "MoCo": 0.1}
     assert not found.waiting
-    found = by([*records, tried("MoCo, rate × 0.5", 70)])  # the newest of two records
+    found = by([tried("MoCo, rate × 0.5", 70), *records])
     assert rates_of(found.table) == {"XMoCo": 0.06, "MoCo": 0.05}
     assert found.table.rows[2] == OWN.rows[2]
+
+
+def test_a_choice_stays_when_a_trial_is_measured_again() -> None:
+    values = {0.5: 50.0, 1: 70.0, 2: 60.0}
+    records = [
+        tried(f"{name}, rate × {factor}", value)
+        for name in ("XMoCo", "MoCo")
+        for factor, value in values.items()
+    ]
+    again = [*records, tried("XMoCo, rate × 2", 80), diverged("XMoCo, rate × 1")]
+    assert by(again) == by(records)
 
 
 @pytest.mark.parametrize(
@@ -201,17 +214,22 @@ def test_how_rates_were_chosen_is_told_by_rows() -> None:
     }
     assert tuning.choice_told(rates, tried, ["a", "b", "c", "d"], epochs=9).endswith(
         " after 2 epochs: × 2 for b; × 1 for all others. Diverged: c × 2. "
-        "With their own rates, as trials are missing: d."
+        "With their own learning rates, as trials are missing: d. "
+        "Not trained, as all of their trials diverged: e."
     )
     assert "after 1 epoch: × 2 for all." in tuning.choice_told(rates, tried, ["b"], epochs=1)
-    assert tuning.choice_told(rates, tried, ["d", "e"], epochs=9) == ""
+    del tried["e"]
+    assert tuning.choice_told(rates, tried, ["d"], epochs=9) == (
+        "With their own learning rates, as trials are missing: d."
+    )
+    assert tuning.choice_told(rates, tried, [], epochs=9) == ""
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ({"rates": [1.0]}, "at least 2 items"),
-        ({"rates": [1.0, 1.0]}, "a rate is given twice"),
+        ({"rates": [1.0, 1.0000001]}, "a rate is given twice"),
         ({"rates": [1.0, 0.0]}, "greater than 0"),
         ({"rates": [1.0, 2.0], "share": 1.0}, "less than 1"),
         ({"rates": [1.0, 2.0], "by": "knn2"}, "unknown column 'knn2'"),
@@ -280,7 +298,7 @@ def test_a_rate_that_diverges_is_tried_and_told(here: Path) -> None:
     write_table(rates=[1.0, 1e16])
     outcome = run("--row", "XMoCo")
     assert_done(outcome)
-    assert "XMoCo, rate × 1e+16, seed 0: diverged at step" in outcome.stdout
+    assert "XMoCo, rate × 1e+16, seed 0: the loss is NaN or infinite at step" in outcome.stdout
     trial, final = knn()
     assert [r["protocol"]["split"] for r in (trial, final)] == [HELD_OUT, "test"]
     assert final["protocol"]["settings"]["optim"] == trial["protocol"]["settings"]["optim"]
@@ -294,8 +312,10 @@ def test_a_rate_that_diverges_is_tried_and_told(here: Path) -> None:
 def test_a_row_whose_trials_all_diverge_is_not_trained(here: Path) -> None:
     write_table(rates=[1e15, 1e16])
     outcome = run("--row", "XMoCo")
-    assert_refused(outcome, "Not trained, as all of their trials diverged: XMoCo.")
+    told = "Not trained, as all of their trials diverged: XMoCo."
+    assert_refused(outcome, told)
     assert knn() == []
+    assert told in Path("out/own.md").read_text()
 
 
 def test_a_row_with_a_trial_that_failed_waits(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,12 +342,48 @@ def test_a_dry_run_tells_what_is_still_to_be_chosen(here: Path) -> None:
 
 def test_on_held_out_images_the_rows_are_as_they_are(here: Path) -> None:
     outcome = run("--held-out", "--dry-run")
+    assert_done(outcome)
+    assert "Two methods: 2 runs, 2 to be trained" in outcome.stdout
     assert "learning rates" not in outcome.stdout
     assert not Path("out/own-rates.md").exists()
 
 
-def test_the_main_table_gives_every_row_as_many_trials() -> None:
+def test_a_trial_of_a_rows_own_rate_is_the_run_on_held_out_images(here: Path) -> None:
+    assert_done(run("--row", "XMoCo"))
+    before = Path("out/records.jsonl").read_bytes()
+    again = run("--row", "XMoCo", "--held-out")
+    assert_done(again)
+    assert "1 run, 0 to be trained" in again.stdout
+    assert Path("out/records.jsonl").read_bytes() == before
+
+
+def test_seeds_are_those_of_the_table_not_of_its_trials(here: Path) -> None:
+    assert_done(run("--row", "XMoCo"))
+    outcome = run("--row", "XMoCo", "--seeds", "3")
+    assert_done(outcome)
+    assert "learning rates: 2 runs, 0 to be trained" in outcome.stdout
+    assert [(r["seed"], r["protocol"]["split"]) for r in knn()[2:]] == [(0, "test"), (3, "test")]
+
+
+def test_two_processes_try_and_train(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "PROCESSES", multiprocessing.get_context("forkserver"))
+    outcome = run("--devices", "2")
+    assert_done(outcome)
+    assert "in work by another" not in outcome.stdout
+    assert sorted(r["protocol"]["split"] for r in knn()) == ["test"] * 2 + [HELD_OUT] * 4
+
+
+def test_images_to_judge_by_are_missed_before_any_trial(here: Path) -> None:
+    Path("alone").symlink_to(here / "gratings" / "train")
+    assert_refused(run("--data", "alone"), "has no test images", "--held-out")
+    assert not Path("out").exists()
+
+
+def test_the_main_table_gives_every_row_trials_of_its_own() -> None:
     table = read_table("main")
     assert table.tuning is not None
     trials = tuning.trial_table(table, table.epochs)
-    assert len(trials.rows) == len(table.trained) * len(table.tuning.rates)
+    planned = plan(trials, Asked(data="patterns"))
+    assert len(planned) == len(table.trained) * len(table.tuning.rates)
+    identities = [one.trial.identity for one in planned]
+    assert all(identities.count(identity) == 1 for identity in identities)

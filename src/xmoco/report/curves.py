@@ -361,7 +361,9 @@ def _in_either_theme(svg: str) -> str:
     the screen's own letters."""
     names = {colour: f"--c{number}" for number, colour in enumerate(LIGHT.colours)}
     svg = re.sub(
-        "(?<=: )#[0-9a-f]{6}", lambda m: f"var({names[m[0]]})" if m[0] in names else m[0], svg
+        "(fill|stroke): (#[0-9a-f]{6})",
+        lambda m: f"{m[1]}: var({names[m[2]]})" if m[2] in names else m[0],
+        svg,
     )
     svg = re.sub('font-family: [^;"]*', f"font-family: {LETTERS}", svg)
     light, dark = (

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -87,16 +87,29 @@ class Trial:
         ]
 
     def lacks(self, columns: Sequence[Column], records: Sequence[Kept]) -> list[Column]:
-        """The columns that are still to be measured: what diverged once would do so again."""
+        """The columns that none of the records shows for this trial, unless it diverged."""
         own = self.own(records)
-        if diverged_at(own) is not None:
-            return []
-        return [column for column in columns if not any(map(column.shows, own))]
+        lacking = [column for column in columns if not any(map(column.shows, own))]
+        return [] if self.diverged_at(own) is not None else lacking
+
+    def diverged_at(self, records: Sequence[Kept]) -> int | None:
+        """The step at which it did so, where records say it of a run like this one."""
+        steps = [
+            int(record.value)
+            for record in self.own(records)
+            if record.measure == DIVERGED and record.protocol.get("run") == rounding(self.config)
+        ]
+        return steps[-1] if steps else None
+
+    def divergence(self, step: int, images: str) -> Record:
+        """Its only record, if it has diverged on images of this fingerprint."""
+        protocol = {**self.facts, **self.told, "images": images, "run": rounding(self.config)}
+        return Record(DIVERGED, step, "step", self.subject, self.work, protocol, self.seed)
 
 
-def diverged_at(records: Sequence[Kept | Record]) -> int | None:
-    """The step at which a trial ended, if it did so without an accuracy."""
-    return next((int(record.value) for record in records if record.measure == DIVERGED), None)
+def rounding(config: Config) -> dict[str, Any]:
+    """What is no setting of a method, but decides whether a training diverges."""
+    return {"precision": config.run.precision, "skip_bad_steps": config.run.skip_bad_steps}
 
 
 def known_records(path: Path) -> list[Kept]:
@@ -105,6 +118,30 @@ def known_records(path: Path) -> list[Kept]:
         return []
     forget_half_line(path)
     return read_records(path, Kept)
+
+
+class Listed(NamedTuple):
+    """Images to learn from and to judge by, none of which has been read."""
+
+    train: ImageSet
+    test: ImageSet
+    fingerprint: str
+    """Of all training images, whether some are held out or not."""
+
+    @classmethod
+    def open(cls, data: DataConfig, held_out_share: float | None) -> "Listed":
+        """With a share, that part of the training images is judged, and no test image looked at."""
+        options = EvalOptions(root=data.root, download=data.download)
+        train, test = labelled_splits(data.source, options)
+        name = fingerprint(train)
+        if held_out_share is not None:
+            train, test = held_out(train, held_out_share)
+        elif test is None:
+            raise UserError(
+                f"{train.name} has no test images to judge by: use --held-out, which holds out "
+                "training images."
+            )
+        return cls(train, test, name)
 
 
 @dataclass(frozen=True)
@@ -117,17 +154,9 @@ class Images:
 
     @classmethod
     def open(cls, data: DataConfig, device: torch.device, held_out_share: float | None) -> "Images":
-        """With a share, that part of the training images is judged, and no test image looked at."""
-        options = EvalOptions(root=data.root, download=data.download)
-        train, test = labelled_splits(data.source, options)
-        if held_out_share is not None:
-            train, test = held_out(train, held_out_share)
-        elif test is None:
-            raise UserError(
-                f"{train.name} has no test images to judge by: use --held-out, which holds out "
-                "training images."
-            )
-        return cls(preload(train, device), preload(test, device), fingerprint(train))
+        listed = Listed.open(data, held_out_share)
+        train, test = (preload(part, device) for part in (listed.train, listed.test))
+        return cls(train, test, listed.fingerprint)
 
 
 def split_facts(held_out_share: float | None) -> dict[str, Any]:
@@ -159,8 +188,7 @@ class Bench:
         build: Callable[[Config], Method] = build_method,
         command: str = "",
     ) -> list[Record]:
-        """Train, or go on where ``run`` was interrupted; then measure, by images of ``sizes``. Of a
-        training that diverges the only record says so.
+        """Train, or go on where ``run`` was interrupted; then measure, by images of ``sizes``.
 
         Sizes are the recipe's for evaluation if not given. ``build`` makes the method that the
         configuration names, or one of another library; ``command`` is what a person goes on with.
@@ -179,27 +207,20 @@ class Bench:
         if not training.restore():  # whatever checkpoints there were
             assert isinstance(training.task, Method)
             start_from_weights(training.task, config)
-        data = {
-            "data": self.images.train.name,
-            "train_images": len(self.images.train),
-            "judged_images": len(self.images.test),
-        }
         gpu_memory = run.path / "gpu_memory"  # of training, for when judging is interrupted
         seconds = training.seconds
         if not training.finished:
-            try:
-                seconds, peak = self._train(training, watch)
-            except DivergedError as error:
-                protocol = {**trial.facts, **trial.told, **data}
-                what = (trial.subject, trial.work, protocol, trial.seed)
-                return [Record(DIVERGED, error.step, "step", *what)]
+            seconds, peak = self._train(training, watch)
             write_whole(gpu_memory, str(peak - held).encode())
         method = training.task
         assert isinstance(method, Method)
         common = {
             **trial.facts,
             **trial.told,
-            **data,
+            "images": self.images.fingerprint,
+            "data": self.images.train.name,
+            "train_images": len(self.images.train),
+            "judged_images": len(self.images.test),
             "features": "backbone",
             "train_seconds": round(seconds, 1),
             "images_per_second": round(training.total_steps * config.train.batch / seconds),
@@ -333,15 +354,18 @@ class Bench:
     def _linear(self, backbone: nn.Module, input: InputConfig, folder: Path) -> float:
         """By MoCo's settings; trained in a folder of its own, where it goes on if interrupted."""
         protocol = LINEAR["moco"]
-        classifier = train_classifier(
-            backbone,
-            self.images.train,
-            protocol,
-            folder / f"linear-{input.central_size}",
-            {"name": protocol.name},
-            input=input,
-            fabric=self.fabric,
-        )
+        try:
+            classifier = train_classifier(
+                backbone,
+                self.images.train,
+                protocol,
+                folder / f"linear-{input.central_size}",
+                {"name": protocol.name},
+                input=input,
+                fabric=self.fabric,
+            )
+        except DivergedError as error:  # which the backbone has not
+            raise UserError(f"its linear classifier diverged at step {error.step}") from None
         scores, labels = class_scores(
             classifier.backbone, classifier.head, self.images.test, input=input, device=self.device
         )

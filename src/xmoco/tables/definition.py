@@ -54,7 +54,7 @@ class Tuning(BaseModel):
 
     @model_validator(mode="after")
     def _can_choose(self) -> "Tuning":
-        if len({*self.rates}) < len(self.rates):
+        if len({f"{rate:g}" for rate in self.rates}) < len(self.rates):  # as they are told
             raise ValueError("a rate is given twice")
         if COLUMNS[self.by].told_by_training:
             raise ValueError(f"{self.by} is no accuracy, by which a rate could be chosen")

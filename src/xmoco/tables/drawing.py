@@ -110,7 +110,7 @@ class Filled:
     tried: Mapping[str, Tried] = field(default_factory=dict)
     """What became of rows' learning rates, where the table has trials of them."""
     diverged: Sequence[str] = ()
-    """Runs of which nothing but this is known, and when it was."""
+    """Runs of which nothing else is known, and when it was."""
 
     @property
     def columns(self) -> list[Column]:
@@ -146,8 +146,8 @@ def fill(
             if last:
                 cells[column] = Cell({seed: record.value for seed, record in last.items()})
                 shown += last.values()
-        ended = {record.seed: record for record in found if record.measure == DIVERGED}
-        shown += ended.values()
+        measured = {seed for cell in cells.values() for seed in cell.values}
+        ended = {r.seed: r for r in found if r.measure == DIVERGED and r.seed not in measured}
         diverged += [f"{row.name}, seed {seed}, at step {r.value:,g}" for seed, r in ended.items()]
         lines.append(Line(row, cells, trial))
     return Filled(table, group, lines, shown, chosen.tried, diverged)
@@ -157,7 +157,7 @@ def fill_all(table: Table, records: Sequence[Kept]) -> list[Filled]:
     """The table of every group of which records tell something."""
     groups = dict.fromkeys(Group.of(r.protocol) for r in records if _of_a_table(r))
     filled = [fill(table, records, group) for group in groups]
-    return [one for one in filled if one.records]
+    return [one for one in filled if one.records or one.diverged]
 
 
 def _identity(record: Kept) -> tuple[str, Any]:

@@ -13,6 +13,9 @@ from xmoco.settings import load_config
 from xmoco.tables.bench import Trial, lasting, split_facts
 from xmoco.tables.definition import Row, Table
 
+OPTIONS = {"epochs": "--epochs", "seed": "--seeds"}
+"""Settings that tables have options for."""
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -41,6 +44,10 @@ class Planned:
 
 def plan(table: Table, asked: Asked) -> list[Planned]:
     """All trials, every row's first seed before any row's second. Mistakes are told now."""
+    for change in asked.overrides:
+        name = change.partition("=")[0].strip().removeprefix("train.")
+        if name in OPTIONS:
+            raise UserError(f"{change}: give {OPTIONS[name]} instead, which is for all rows.")
     rows = _chosen(table, asked)
     seeds = {row.name: list(dict.fromkeys(asked.seeds or row.seeds or table.seeds)) for row in rows}
     planned = [

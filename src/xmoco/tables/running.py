@@ -29,14 +29,14 @@ from xmoco.errors import Interrupted, UserError
 from xmoco.planning import say
 from xmoco.records import append_records
 from xmoco.settings import config_yaml
-from xmoco.tables.bench import Bench, Images, Trial, diverged_at, known_records, lasting
+from xmoco.tables.bench import Bench, Images, Kept, Listed, Trial, known_records, lasting
 from xmoco.tables.columns import COLUMNS, Column
 from xmoco.tables.definition import Table, read_table
-from xmoco.tables.drawing import Filled, Group, draw, fill
+from xmoco.tables.drawing import Group, draw, fill
 from xmoco.tables.plan import Asked, Planned, plan
-from xmoco.tables.tuning import Tuned, is_tuned, trials_asked, with_best_rates
+from xmoco.tables.tuning import Tuned, hopeless_told, is_tuned, trials_asked, with_best_rates
 from xmoco.train.engine import build_fabric, choose_device
-from xmoco.train.loop import Callback, Training
+from xmoco.train.loop import Callback, DivergedError, Training
 from xmoco.train.progress import Progress
 from xmoco.train.run_folder import RunFolder
 
@@ -53,6 +53,8 @@ class Job:
     records: Path
     command: str = "the same command"
     """With which a person goes on."""
+    images: str | None = None
+    """The fingerprint of the training images, if they are there."""
 
     @classmethod
     def of(
@@ -65,6 +67,14 @@ class Job:
     ) -> "Job":
         table = read_table(name)
         return cls(table, Path(name).stem, asked, out, records or out / "records.jsonl", command)
+
+    def known(self) -> list[Kept]:
+        """All records but those of other images that only have the same name."""
+        return [
+            record
+            for record in known_records(self.records)
+            if self.images in (None, record.protocol.get("images", self.images))
+        ]
 
 
 @dataclass
@@ -90,7 +100,8 @@ def run_table(
     """Run what is missing of a table, on so many devices at once, and draw what there is. Trials of
     the rows' learning rates come first, if the table wants them."""
     console = console or Console()
-    plan(job.table, job.asked)  # a mistake is told before anything is trained
+    # A mistake is told before anything is trained, trials included.
+    job = replace(job, images=_fingerprint(job, dry_run))
     jobs = [job]
     if is_tuned(job.table, job.asked):
         table, asked = trials_asked(job.table, job.asked)
@@ -101,10 +112,21 @@ def run_table(
     return Outcome(files, " ".join(problems) or None)
 
 
+def _fingerprint(job: Job, dry_run: bool) -> str | None:
+    """Of the training images; without them, a table can still be drawn."""
+    data = plan(job.table, job.asked)[0].trial.config.data
+    try:
+        usable = data.model_copy(update={"download": data.download and not dry_run})
+        return Listed.open(usable, job.asked.held_out).fingerprint
+    except UserError:
+        if dry_run:
+            return None
+        raise
+
+
 def _run(job: Job, devices: int, dry_run: bool, console: Console) -> Outcome:
     """One table, whatever comes before it."""
     every = plan(job.table, job.asked)
-    rows = {one.row.name for one in every}
     planned, chosen = _planned(job)
     device = choose_device(every[0].trial.config.run.device)
     missing = _missing(job, planned, device)
@@ -120,7 +142,8 @@ def _run(job: Job, devices: int, dry_run: bool, console: Console) -> Outcome:
         for one in _missing(job, planned, device):
             if one.label not in course.failed and not _in_work(job, one.trial):
                 course.failed[one.label] = "the process that worked on it did not finish it"
-        course.elsewhere = [label for label in course.elsewhere if label not in course.failed]
+        unfinished = {one.label for one in _missing(job, planned, device)} - course.failed.keys()
+        course.elsewhere = [label for label in course.elsewhere if label in unfinished]
     if course.elsewhere:
         say(
             console,
@@ -128,18 +151,22 @@ def _run(job: Job, devices: int, dry_run: bool, console: Console) -> Outcome:
             "command draws the table again.",
         )
     group = Group.of(every[0].trial.facts)
-    filled = fill(job.table, known_records(job.records), group, job.asked.overrides)
-    files = draw(filled, job.name, job.out, course.failed)
+    known = job.known()
+    files = draw(
+        fill(job.table, known, group, job.asked.overrides), job.name, job.out, course.failed
+    )
     problems = [_failures(course, len(planned))]
     if job.asked.held_out is None:  # where settings are tried, it is a result
-        problems += [_divergence(filled), _hopeless([n for n in chosen.hopeless if n in rows])]
+        rows = {one.row.name for one in every}
+        hopeless = [name for name in chosen.hopeless if name in rows]
+        problems += [_divergence(planned, known), hopeless_told(hopeless)]
     return Outcome(files, " ".join(filter(None, problems)) or None)
 
 
 def _planned(job: Job) -> tuple[list[Planned], Tuned]:
     """What is to be trained, by the best of the learning rates that were tried."""
     facts = plan(job.table, job.asked)[0].trial.facts
-    known = known_records(job.records)
+    known = job.known()
     chosen = with_best_rates(job.table, job.asked, known, facts["source"], facts["epochs"])
     without = {*chosen.waiting, *chosen.hopeless}
     ready = [one for one in plan(chosen.table, job.asked) if one.row.name not in without]
@@ -147,7 +174,7 @@ def _planned(job: Job) -> tuple[list[Planned], Tuned]:
 
 
 def _missing(job: Job, planned: Sequence[Planned], device: str) -> list[Planned]:
-    known = known_records(job.records)
+    known = job.known()
     columns = _columns(job.table, device)
     return [one for one in planned if one.trial.lacks(columns, known)]
 
@@ -178,17 +205,15 @@ def _failures(course: Course, planned: int) -> str:
     )
 
 
-def _divergence(filled: Filled) -> str:
-    if not filled.diverged:
+def _divergence(planned: Sequence[Planned], known: Sequence[Kept]) -> str:
+    steps = {one.label: one.trial.diverged_at(known) for one in planned}
+    found = [f"{label}, at step {step:,}" for label, step in steps.items() if step is not None]
+    if not found:
         return ""
     return (
-        f"Gaps in the table, as training diverged: {'; '.join(filled.diverged)}. The same settings "
-        "are not tried again."
+        f"Gaps in the table, as training diverged: {'; '.join(found)}. That is not tried again but "
+        "with another learning rate, skip_bad_steps=true or precision=fp32."
     )
-
-
-def _hopeless(rows: Sequence[str]) -> str:
-    return f"Not trained, as all of their trials diverged: {', '.join(rows)}." if rows else ""
 
 
 def run_missing(job: Job, console: Console, live: bool = True) -> Course:
@@ -196,7 +221,7 @@ def run_missing(job: Job, console: Console, live: bool = True) -> Course:
     course, bench = Course(), None
     for one in _planned(job)[0]:
         columns = _columns(job.table, choose_device(one.trial.config.run.device))
-        if not one.trial.lacks(columns, known_records(job.records)):
+        if not one.trial.lacks(columns, job.known()):
             continue
         if bench is None:  # images are decoded once, and only if somebody needs them
             bench = _bench(one.trial.config, job.asked, console)
@@ -204,7 +229,7 @@ def run_missing(job: Job, console: Console, live: bool = True) -> Course:
         with _claimed(job, one.trial) as run:
             if run is None:
                 course.elsewhere.append(one.label)
-            elif one.trial.lacks(columns, known_records(job.records)):  # nobody was faster
+            elif one.trial.lacks(columns, job.known()):  # nobody was faster
                 _attempt(bench, one, columns, run, job, course, console, live)
     return course
 
@@ -268,6 +293,10 @@ def _attempt(
         append_records(job.records, found)
     except Interrupted:
         raise
+    except DivergedError as error:
+        found = [one.trial.divergence(error.step, bench.images.fingerprint)]
+        append_records(job.records, found)
+        say(console, f"{one.label}: {error}")
     except UserError as error:
         course.failed[one.label] = str(error).removesuffix(".")
     except torch.OutOfMemoryError:
@@ -287,9 +316,8 @@ def _attempt(
         for record in found
         if column.shows(record)
     ]
-    if (step := diverged_at(found)) is not None:
-        values = [f"diverged at step {step:,}"]
-    say(console, f"{one.label}: {', '.join(values)}")
+    if values:
+        say(console, f"{one.label}: {', '.join(values)}")
 
 
 class _Shown(Callback):

@@ -5,10 +5,10 @@ a table are a table themselves, with a row for every rate of every row, which is
 others; what was chosen follows from its records.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from xmoco.tables.bench import Kept, diverged_at, split_facts
+from xmoco.tables.bench import DIVERGED, Kept, split_facts
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.definition import Row, Table, Tuning
 from xmoco.tables.plan import Asked, trials_of_rows
@@ -58,7 +58,9 @@ def trial_table(table: Table, epochs: int, overrides: Sequence[str] = ()) -> Tab
             "title": f"{table.title}: learning rates",
             "epochs": trial_epochs(tuning, epochs),
             "seeds": table.seeds[:1],
-            "columns": [tuning.by],
+            # All but what is trained by itself: what is tried here, another table may have as well.
+            "columns": [name for name in table.columns if name != "linear" or name == tuning.by],
+            "axis": None,
             "paper": "",
             "paper_columns": [],
             "chosen": "",
@@ -103,6 +105,10 @@ class Tried:
             return None
         return max(self.judged, key=lambda factor: (self.judged[factor], factor == 1))
 
+    @property
+    def hopeless(self) -> bool:
+        return not (self.missing or self.judged)
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -120,7 +126,7 @@ class Tuned:
     @property
     def hopeless(self) -> list[str]:
         """Rows of which every trial diverged."""
-        return [name for name, t in self.tried.items() if not (t.missing or t.judged)]
+        return [name for name, tried in self.tried.items() if tried.hopeless]
 
 
 def with_best_rates(
@@ -161,8 +167,8 @@ def _tried(tuning: Tuning, records: Mapping[float, Sequence[Kept]]) -> Tried:
     for factor, own in records.items():
         found = [record.value for record in own if by.shows(record)]
         if found:
-            judged[factor] = found[-1]
-        elif diverged_at(own) is not None:
+            judged[factor] = found[0]  # a choice stays, whatever is measured again
+        elif any(record.measure == DIVERGED for record in own):
             diverged.append(factor)
         else:
             missing.append(factor)
@@ -172,32 +178,33 @@ def _tried(tuning: Tuning, records: Mapping[float, Sequence[Kept]]) -> Tried:
 def choice_told(
     tuning: Tuning, tried: Mapping[str, Tried], rows: Sequence[str], epochs: int
 ) -> str:
-    """How the rates of these rows were chosen, in a sentence or two; the table has ``epochs``."""
+    """How the rates of these rows, which were trained, were chosen; the table has ``epochs``."""
     names: dict[float, list[str]] = {}
     for row in rows:
         best = tried[row].best
         if best is not None:
             names.setdefault(best, []).append(row)
-    if not names:
-        return ""
-    usual = max(names, key=lambda factor: len(names[factor]))
-    others = [f"× {f:g} for {', '.join(names[f])}" for f in sorted(names) if f != usual]
-    chosen = "; ".join([*others, f"× {usual:g} for {'all others' if others else 'all'}"])
-    rates = ", ".join(f"{factor:g}" for factor in tuning.rates)
-    counted = trial_epochs(tuning, epochs)
-    after = "1 epoch" if counted == 1 else f"{counted} epochs"
-    told = (
-        f"Learning rates are the best of {len(tuning.rates)} for every row (its own × {rates}), by "
-        f"{COLUMNS[tuning.by].heading} on a held-out {100 * tuning.share:g} % of the training "
-        f"images after {after}: {chosen}."
-    )
-    return " ".join([told, *_exceptions(tried, rows)])
-
-
-def _exceptions(tried: Mapping[str, Tried], rows: Sequence[str]) -> Iterator[str]:
+    told = []
+    if names:
+        usual = max(names, key=lambda factor: len(names[factor]))
+        others = [f"× {f:g} for {', '.join(names[f])}" for f in sorted(names) if f != usual]
+        chosen = "; ".join([*others, f"× {usual:g} for {'all others' if others else 'all'}"])
+        rates = ", ".join(f"{factor:g}" for factor in tuning.rates)
+        counted = trial_epochs(tuning, epochs)
+        told.append(
+            f"Learning rates are the best of {len(tuning.rates)} for every row (its own × {rates})"
+            f", by {COLUMNS[tuning.by].heading} on a held-out {100 * tuning.share:g} % of the "
+            f"training images after {counted} epoch{'s' * (counted > 1)}: {chosen}."
+        )
     diverged = [f"{row} × {f:g}" for row in rows for f in tried[row].diverged]
     if diverged:
-        yield f"Diverged: {', '.join(diverged)}."
+        told.append(f"Diverged: {', '.join(diverged)}.")
     untried = [row for row in rows if tried[row].missing]
     if untried:
-        yield f"With their own rates, as trials are missing: {', '.join(untried)}."
+        told.append(f"With their own learning rates, as trials are missing: {', '.join(untried)}.")
+    hopeless = [name for name, one in tried.items() if one.hopeless]
+    return " ".join(filter(None, [*told, hopeless_told(hopeless)]))
+
+
+def hopeless_told(rows: Sequence[str]) -> str:
+    return f"Not trained, as all of their trials diverged: {', '.join(rows)}." if rows else ""
