@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import matplotlib
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from xmoco.errors import UserError
@@ -198,6 +198,9 @@ def test_a_colour_in_a_name_is_left_in_it() -> None:
 
 @pytest.mark.filterwarnings("ignore:Glyph")
 @given(st.text(alphabet=st.characters(), min_size=1, max_size=12))
+@example("\ud800")  # fonts have no glyph for half of a pair
+@example("\udcff")  # a byte of a file name that is not UTF-8
+@example("\x00\n")
 @settings(max_examples=25, deadline=None)
 def test_any_name_can_be_in_a_panel(name: str) -> None:
     svg = panel_svg(Panel("Loss", "nats", {name: Series([1], [3]), "loss": Series([1], [2])}))

@@ -24,6 +24,7 @@ from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 from xmoco.errors import UserError
 from xmoco.records import RunMetrics
 from xmoco.settings import read_text, read_yaml
+from xmoco.text import printable
 from xmoco.train.run_folder import read_environment
 
 LARGEST_DRAWN = 1e30
@@ -309,8 +310,6 @@ class Theme:
 LIGHT = Theme("#33373d", "#e3e5e8", "#ffffff", ("#0072b2", "#d55e00", "#009e73", "#cc79a7"))
 DARK = Theme("#d5d8dc", "#373b42", "#1b1e23", ("#56b4e9", "#f0a04b", "#3ec9a0", "#e39ac4"))
 LETTERS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
-NO_XML = re.compile("[^\t\n\r -\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-"""Characters that may not be in a picture, which names may have."""
 CURVE_STYLES = ("-", "--", "-.", ":")
 WIDTH, HEIGHT = 4.0, 2.75  # of a panel, in inches
 DPI = 180
@@ -353,7 +352,7 @@ def panel_svg(panel: Panel) -> str:
     # Writing stays writing, and equal panels make equal pictures.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "xmoco"}):
         figure.savefig(picture, format="svg", metadata={"Date": None, "Creator": None})
-    return _in_either_theme(NO_XML.sub("\ufffd", picture.getvalue()))
+    return _in_either_theme(picture.getvalue())
 
 
 def _in_either_theme(svg: str) -> str:
@@ -379,7 +378,7 @@ def draw_panel(axes: Axes, panel: Panel, theme: Theme) -> None:
         axes.plot(
             series.epochs,
             series.values,
-            label=label,
+            label=printable(label),  # may hold what neither a font nor XML has
             color=theme.curves[index % len(theme.curves)],
             # where colours begin again, styles do not
             linestyle=CURVE_STYLES[(index + index // len(theme.curves)) % len(CURVE_STYLES)],
