@@ -223,6 +223,27 @@ def test_speed_is_measured_by_a_few_steps(method: str) -> None:
     assert fast > 0
 
 
+@pytest.mark.parametrize(
+    ("precision", "computed"), [("bf16", torch.bfloat16), ("auto", torch.float32)]
+)
+def test_speed_is_measured_in_the_precision_of_the_run(
+    precision: str, computed: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU ``auto`` is float32."""
+    found = set()
+
+    def build(config: Config) -> Any:
+        method = build_method(config)
+        head = method.encoder.head
+        head.register_forward_hook(lambda _layer, _inputs, made: found.add(made.dtype))
+        return method
+
+    monkeypatch.setattr("xmoco.auto.build_method", build)
+    config = load_config("demo", settings={"precision": precision})
+    measured(config, torch.device("cpu"), images_per_forward=4)
+    assert found == {computed}
+
+
 @pytest.mark.parametrize(("images", "groups"), [(256, 16), (24, 3), (64, 24), (4, 2)])
 def test_speed_is_measured_with_the_groups_of_the_run(images: int, groups: int) -> None:
     """Also where sixteen images do not make as many."""

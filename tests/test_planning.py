@@ -21,7 +21,10 @@ from helpers import (
 )
 from xmoco.auto import Situation, duration
 from xmoco.config import Config
+from xmoco.data import ArrayImages
 from xmoco.errors import UserError
+from xmoco.nn.backbones import build_backbone
+from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.planning import forecast, show_plan
 from xmoco.settings import load_config
 
@@ -77,6 +80,32 @@ def test_auto_chooses_for_every_method(tmp_path: Path, method: str) -> None:
     assert config.method.model_dump().get("local_crops", 0) == 0
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_auto_takes_what_weights_to_start_from_leave_no_choice_of(
+    tmp_path: Path,
+    device: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("xmoco.planning.look_at", lambda *_: Situation(9_469, 70, device, 1))
+    weights, images = tmp_path / "theirs.safetensors", make_images(tmp_path / "photos", each=40)
+    pixels = {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6)}
+    card = BackboneCard("tiny", "cifar", 32, **pixels, method="theirs", epochs=1, seed=0)
+    save_backbone(build_backbone("tiny", "cifar", 32), card, weights)
+    asked = ["device=cpu", "batch=20", f"weights={weights}"]
+    config = show_plan(data=images, overrides=asked)
+    assert (config.model.backbone, config.model.stem) == ("tiny", "cifar")
+    assert {"mean": config.input.mean, "std": config.input.std} == pixels
+    said = capsys.readouterr().out
+    assert "  backbone=tiny: that of the weights" in said
+    assert "  mean=[0.1, 0.2, 0.3]: that of the weights" in said
+    assert "normalised by" not in said
+    assert_refused(
+        run_cli("pretrain", "--data", images, "--dry-run", *asked, "stem=imagenet"),
+        "holds a tiny with cifar stem, but the run trains a tiny with imagenet stem",
+    )
+
+
 def test_a_plan_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     config = show_plan("demo", overrides=["device=cpu", "epochs=2"])
     said = capsys.readouterr().out
@@ -88,6 +117,10 @@ def test_a_plan_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
 
 def fabric_of(processes: int, device: str) -> Any:
     return SimpleNamespace(world_size=processes, device=torch.device(device))
+
+
+def images_of(count: int) -> ArrayImages:
+    return ArrayImages("some", torch.zeros(count, 3, 1, 1, dtype=torch.uint8))
 
 
 Speeds = list[tuple[Config, int]]
@@ -120,7 +153,7 @@ def test_speed_is_measured_with_the_images_of_a_pass(
 ) -> None:
     """And counts for every process."""
     config = load_config("demo", [*settings, "epochs=3"])
-    said = forecast(config, 4096, fabric_of(processes, "cuda"))
+    said = forecast(config, images_of(4096), fabric_of(processes, "cuda"))
     assert [found for _, found in measurements] == [images]
     assert f" will take about {duration(3 * 4096 / (50 * processes))}, " in said
     one = " per process" if processes > 1 else ""
@@ -141,7 +174,7 @@ def test_batch_norm_is_resolved_for_as_many_processes_as_there_are(
     batch_norm: str, processes: int, device: str, found: str, measurements: Speeds
 ) -> None:
     config = load_config("demo", [f"batch_norm={batch_norm}"])
-    forecast(config, 128, fabric_of(processes, device))
+    forecast(config, images_of(128), fabric_of(processes, device))
     assert [config.model.batch_norm for config, _ in measurements] == [found]
 
 
@@ -150,6 +183,7 @@ def test_batch_norm_is_resolved_for_as_many_processes_as_there_are(
     [
         (1, "batch_norm=shuffled", "and there is one"),
         (3, "batch=64", "a batch of 64 images cannot be shared equally by 3 processes; 63 can"),
+        (1, "batch=256", "too few for a batch of 256; the largest batch possible is 128"),
     ],
 )
 def test_no_speed_is_measured_of_what_cannot_run(
@@ -157,7 +191,7 @@ def test_no_speed_is_measured_of_what_cannot_run(
 ) -> None:
     config = load_config("demo", [setting])
     with pytest.raises(UserError, match=words):
-        forecast(config, 128, fabric_of(processes, "cuda"))
+        forecast(config, images_of(128), fabric_of(processes, "cuda"))
     assert not measurements
 
 

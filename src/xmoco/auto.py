@@ -1,8 +1,8 @@
 """``--recipe auto``: settings that suit the images at hand and the device, each with its reason.
 
 What is chosen depends on four facts only (how many images, how large, which device, how many
-processes) and on how fast that device is, which is measured. Everything else is the recipe's that
-the choice starts from.
+processes), on how fast that device is, which is measured, and on the weights to start from, if
+there are any. Everything else is the recipe's that the choice starts from.
 """
 
 import math
@@ -20,7 +20,9 @@ from xmoco.data.imagesets import ArrayImages, ImageSet
 from xmoco.data.streaming import Batch, sent
 from xmoco.distributed import alone
 from xmoco.methods import build_method
+from xmoco.nn.weights import BackboneCard
 from xmoco.schedules import Clock, ScheduledValues
+from xmoco.train.engine import in_bf16
 
 LOOKED_AT = 16
 """Images whose sizes are looked at."""
@@ -81,14 +83,15 @@ def look_at(images: ImageSet, device: str, processes: int) -> Situation:
     return Situation(len(images), typical, device, processes)
 
 
-def choose(situation: Situation, speed: Speed) -> AutoRecipe:
-    """What suits a situation. ``speed`` is asked for on a CPU only, where time decides."""
+def choose(situation: Situation, speed: Speed, start: BackboneCard | None = None) -> AutoRecipe:
+    """What suits a situation, and the weights to start from. ``speed`` is asked for on a CPU only,
+    where time decides."""
     if situation.device == "cpu":
-        return _for_cpu(situation, speed)
-    return _for_gpu(situation)
+        return _for_cpu(situation, speed, start)
+    return _for_gpu(situation, start)
 
 
-def _for_gpu(situation: Situation) -> AutoRecipe:
+def _for_gpu(situation: Situation, start: BackboneCard | None) -> AutoRecipe:
     images, side = situation.images, situation.short_side
     many = images >= 100_000
     size = _size(side, 224 if many else 96)
@@ -102,7 +105,7 @@ def _for_gpu(situation: Situation) -> AutoRecipe:
         (
             Choice("size", size, _about_size(side, size, "cost more than so few images teach")),
             *_judged_at(base, size),
-            Choice("backbone", backbone, f"{images:,} images suit a network of this size"),
+            *_network(backbone, f"{images:,} images suit a network of this size", start),
             Choice("batch", batch, _per_epoch(steps)),
             _bank(images),
             Choice("epochs", epochs, f"{epochs * steps:,} steps in total"),
@@ -110,17 +113,21 @@ def _for_gpu(situation: Situation) -> AutoRecipe:
     )
 
 
-def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:
+def _for_cpu(situation: Situation, speed: Speed, start: BackboneCard | None) -> AutoRecipe:
     """The largest network and views that see the images often enough within our patience."""
     images, side = situation.images, situation.short_side
     batch = _batch(min(64, max(16, images // 8)), situation)
     steps = max(1, images // batch)
-    for backbone, most in (("resnet18", 96), ("resnet18", 64), ("tiny", 64), ("tiny", 32)):
+    candidates = [("resnet18", 96), ("resnet18", 64), ("tiny", 64), ("tiny", 32)]
+    if start is not None:
+        candidates = [(start.backbone, most) for most in (96, 64, 32)]
+    for backbone, most in candidates:
         size = _size(side, most)
         base = "cifar10" if size <= 48 else "imagenette"
-        fast = speed(base, {"backbone": backbone, "size": size, "batch": batch, "local_crops": 0})
+        network = {choice.setting: choice.value for choice in _network(backbone, "", start)}
+        fast = speed(base, {**network, "size": size, "batch": batch, "local_crops": 0})
         epochs = int(PATIENCE * fast / (steps * batch))
-        if epochs >= FEWEST_EPOCHS or (backbone, most) == ("tiny", 32):
+        if epochs >= FEWEST_EPOCHS:
             break
     epochs = min(MOST_EPOCHS, max(1, epochs))
     return AutoRecipe(
@@ -129,12 +136,20 @@ def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:
             Choice("size", size, _about_size(side, size, "would take too long on a CPU")),
             *_judged_at(base, size),
             *_small_views(base),
-            Choice("backbone", backbone, _about_speed(fast, situation.processes)),
+            *_network(backbone, _about_speed(fast, situation.processes), start),
             Choice("batch", batch, _per_epoch(steps)),
             _bank(images),
             Choice("epochs", epochs, _about_epochs(epochs)),
         ),
     )
+
+
+def _network(backbone: str, reason: str, start: BackboneCard | None) -> Sequence[Choice]:
+    """Where weights are given, theirs, and the pixels they know."""
+    if start is None:
+        return (Choice("backbone", backbone, reason),)
+    own = ("backbone", "stem", "mean", "std")
+    return tuple(Choice(name, getattr(start, name), "that of the weights") for name in own)
 
 
 def _size(side: int, most: int) -> int:
@@ -233,7 +248,7 @@ def _images_per_second(config: Config, device: torch.device, count: int) -> floa
     task.meet(noise)
     task.optimize_for(device)
     task.to(device).to(memory_format=torch.channels_last)
-    values = ScheduledValues(task.schedules())
+    values, bf16 = ScheduledValues(task.schedules()), in_bf16(config.run, device.type)
     views = [_noise(count, group.input.size, device) for group in task.views for _ in group.names]
     batch = Batch(noise.pixels, torch.ones(count, 2), torch.arange(count), noise.labels)
     views += [sent(one, device) for one in task.beside_views(batch)]
@@ -242,7 +257,7 @@ def _images_per_second(config: Config, device: torch.device, count: int) -> floa
     for step in range(3):  # the first warms up
         started = time.perf_counter()
         at = values.at(Clock(step, 3, 3))
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             task(views, at).loss.backward()
         torch._foreach_zero_([p.grad for p in learned if p.grad is not None])
         task.after_update(at)

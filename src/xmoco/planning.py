@@ -13,7 +13,7 @@ from xmoco.asked import AUTO_BASE, Asked
 from xmoco.auto import AutoRecipe, choose, duration, images_per_second, look_at
 from xmoco.config import Config, ModelConfig, RunConfig, WeakAugmentationConfig
 from xmoco.data import ImageSet, open_images
-from xmoco.data.batches import equal_share
+from xmoco.data.batches import batches_per_epoch, equal_share
 from xmoco.data.sources import is_path
 from xmoco.data.stores import has_pattern, is_distant
 from xmoco.data.views import ViewGroup
@@ -21,7 +21,7 @@ from xmoco.errors import UserError
 from xmoco.fabric import Fabric
 from xmoco.methods import Method, build_method, method_class
 from xmoco.nn.encoding import describe_batch_norm, resolve_batch_norm
-from xmoco.nn.weights import named_model
+from xmoco.nn.weights import load_weights, named_model
 from xmoco.settings import load_config, value_of
 from xmoco.starting_weights import start_from_weights
 from xmoco.text import printable
@@ -54,7 +54,7 @@ def show_plan(
     for line in (*about(here, method, images, fabric), *warnings):
         say(console, line)
     if not asked.automatic:  # which has told it already
-        say(console, on_first(fabric, lambda: forecast(config, len(images), fabric)))
+        say(console, on_first(fabric, lambda: forecast(config, images, fabric)))
     return config
 
 
@@ -82,13 +82,15 @@ def chosen_config(asked: Asked, fabric: Fabric, console: Console) -> Config:
     def choose_for(images: ImageSet) -> AutoRecipe:
         with console.status(Text(f"looking at {images.name}")):
             situation = look_at(images, fabric.device.type, fabric.world_size)
-            return choose(situation, speed)
+            weights = config.model.weights
+            start = None if weights is None else load_weights(weights).card
+            return choose(situation, speed, start)
 
     chosen = on_first(fabric, lambda: choose_for(images))
     config = with_full_paths(asked.config(chosen.base, chosen.settings()))
     for line in _choices(chosen, config):
         say(console, line)
-    say(console, on_first(fabric, lambda: forecast(config, len(images), fabric)))
+    say(console, on_first(fabric, lambda: forecast(config, images, fabric)))
     return config
 
 
@@ -107,10 +109,12 @@ def _choices(chosen: AutoRecipe, config: Config) -> Iterator[str]:
             yield f"  {setting}={shown}: {reason}"
 
 
-def forecast(config: Config, images: int, fabric: Fabric) -> str:
+def forecast(config: Config, images: ImageSet, fabric: Fabric) -> str:
     """How long it will take, by the speed of a few steps over noise."""
     train = config.train
-    steps = train.epochs * (images // train.batch)
+    steps = train.epochs * batches_per_epoch(
+        images, train.batch, fabric.world_size, train.accumulate
+    )
     try:
         fast = _speed_of_one(config, fabric)
     except torch.OutOfMemoryError:

@@ -31,6 +31,7 @@ __all__ = [
     "Progress",
     "Unreadable",
     "at_positions",
+    "batches_per_epoch",
     "epoch_order",
     "equal_share",
     "in_order",
@@ -63,6 +64,23 @@ def equal_share(batch: int, processes: int, parts: int = 1) -> int:
     return batch // shares
 
 
+def batches_per_epoch(images: ImageSet, batch: int, processes: int, parts: int = 1) -> int:
+    """How many batches the images make; those left over make none."""
+    equal_share(batch, processes, parts)
+    shares = processes * parts
+    if len(images) < batch:
+        largest, least = len(images) - len(images) % shares, max(2, shares)
+        way_out = (
+            f"the largest batch possible is {largest}"
+            if largest >= least
+            else f"at least {least} are needed"
+        )
+        raise UserError(
+            f"{images.name} has {counted(len(images))}, too few for a batch of {batch}; {way_out}."
+        )
+    return len(images) // batch
+
+
 class Batches:
     """The endless sequence of one process's batches.
 
@@ -88,20 +106,7 @@ class Batches:
         known_unreadable: Iterable[tuple[str, str]] = (),
         on_progress: Progress | None = None,
     ) -> None:
-        shares = processes * parts
-        equal_share(batch, processes, parts)
-        if len(images) < batch:
-            largest, least = len(images) - len(images) % shares, max(2, shares)
-            way_out = (
-                f"the largest batch possible is {largest}"
-                if largest >= least
-                else f"at least {least} are needed"
-            )
-            raise UserError(
-                f"{images.name} has {counted(len(images))}, too few for a batch of {batch}; "
-                f"{way_out}."
-            )
-        self.steps_per_epoch = len(images) // batch
+        self.steps_per_epoch = batches_per_epoch(images, batch, processes, parts)
         self.unreadable = Unreadable(len(images), known_unreadable)
         self._waiting = Waiting(device)
         self.images = preload(

@@ -34,9 +34,6 @@ class RunSettings(Protocol):
 
 def build_fabric(run: RunSettings) -> Fabric:
     device = choose_device(run.device)
-    precision = run.precision
-    if precision == "auto":
-        precision = "bf16" if device == "cuda" else "fp32"
     devices, nodes = processes_of(run)
     many = devices * nodes > 1
     if many and device == "mps":
@@ -54,10 +51,15 @@ def build_fabric(run: RunSettings) -> Fabric:
         accelerator=device,
         devices=devices,
         num_nodes=nodes,
-        precision="bf16-mixed" if precision == "bf16" else "32-true",
+        precision="bf16-mixed" if in_bf16(run, device) else "32-true",
         strategy=_data_parallel() if many else "auto",
         plugins=_environment(),
     )
+
+
+def in_bf16(run: RunSettings, device: str) -> bool:
+    """Whether layers compute in bfloat16, of which ``auto`` is sure on CUDA only."""
+    return run.precision == "bf16" or (run.precision == "auto" and device == "cuda")
 
 
 def processes_of(run: RunSettings) -> tuple[int, int]:
