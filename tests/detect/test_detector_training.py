@@ -15,7 +15,12 @@ from torch.testing import assert_close
 
 from xmoco.data import ArrayImages, Batch, Batches
 from xmoco.detect.courses import COURSES, course_of
-from xmoco.detect.detector_files import DetectorCard, load_detector, save_detector
+from xmoco.detect.detector_files import (
+    DetectorCard,
+    load_detector,
+    read_detector,
+    save_detector,
+)
 from xmoco.detect.frames import Draw, drawn, framed, scaled
 from xmoco.detect.models import build_detector
 from xmoco.detect.objects import DetectionSet, Objects
@@ -253,6 +258,15 @@ def test_detectors_there_and_back(tmp_path: Path) -> None:
             ours, theirs = found([image])[0], detector([image])[0]
         assert len(ours["boxes"])
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("start", [None, "torchvision:resnet50"])
+def test_a_detectors_file_says_what_its_backbone_started_from(
+    start: str | None, tmp_path: Path
+) -> None:
+    file = tmp_path / "detector.safetensors"
+    save_detector(card().built(), card(started_from=start), file)
+    assert read_detector(file)[1] == card(started_from=start)
 
 
 def test_files_that_hold_no_detector(tmp_path: Path) -> None:

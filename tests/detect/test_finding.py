@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,6 @@ def test_what_is_drawn() -> None:
 
 
 def test_sets_are_judged_by_their_own_rules(tmp_path: Path) -> None:
-    from dataclasses import replace
 
     from xmoco.detect.prediction import predicted
 
@@ -223,7 +223,11 @@ def test_the_report(run: tuple[Path, list[Any]], monkeypatch: pytest.MonkeyPatch
     seen: list[Any] = []
     monkeypatch.setattr(page, "panel_svg", lambda panel: seen.append(panel) or "")
     judged = {"boxes": judge_coco(*perfect(folder.parent / "scenes"), "boxes")}
-    write_detection_report(folder, CARD, records, judged, b"")
+    page_file = write_detection_report(
+        folder, replace(CARD, started_from="torchvision:resnet50"), records, judged, b""
+    )
+    assert "tiny, xmoco, which started from torchvision:resnet50" in page_file.read_text()
+    assert "which started from" not in text
     (precision,) = (panel for panel in seen if panel.title == "Precision of boxes")
     assert precision.along == "recall, %"
     assert all(min(curve.values) == 100 for curve in precision.curves.values())

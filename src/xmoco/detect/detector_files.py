@@ -35,6 +35,12 @@ class DetectorCard:
     schedule: str
     data: str
     seed: int
+    started_from: str | None = None  # what the backbone's own training did, if from weights
+
+    def as_json(self) -> str:
+        return json.dumps(
+            {name: value for name, value in asdict(self).items() if value is not None}
+        )
 
     def built(self) -> nn.Module:
         """Such a detector, untrained."""
@@ -52,7 +58,7 @@ def save_detector(detector: nn.Module, card: DetectorCard, path: Path) -> None:
     tensors = {
         name: value.detach().cpu().contiguous() for name, value in detector.state_dict().items()
     }
-    write_whole(path, save(tensors, metadata={KEY: json.dumps(asdict(card))}))
+    write_whole(path, save(tensors, metadata={KEY: card.as_json()}))
 
 
 def load_detector(weights: str | Path) -> nn.Module:

@@ -261,6 +261,7 @@ class _Job:
             schedule=self.course.name,
             data=self.train.name,
             seed=seed,
+            started_from=own.started_from,
         )
 
     def found(self, detector: nn.Module, data: DetectionSet) -> Detections:

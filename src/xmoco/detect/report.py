@@ -65,8 +65,9 @@ def _heading(record: Record) -> str:
 
 def _facts(card: DetectorCard, record: Record) -> list[tuple[str, str]]:
     protocol = record.protocol
+    start = f", which started from {card.started_from}" if card.started_from else ""
     return [
-        ("Backbone", f"{card.backbone}, {card.method}"),
+        ("Backbone", f"{card.backbone}, {card.method}{start}"),
         ("Schedule", f"{card.schedule}: {protocol['steps']:,} steps of {protocol['batch']} images"),
         ("Trained on", f"{card.data}: {protocol['train_images']:,} images with objects"),
         ("Judged on", f"{protocol['judged']}: {protocol['judged_images']:,} images"),
