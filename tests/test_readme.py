@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -24,6 +25,7 @@ import xmoco.demo
 import xmoco.detect.evaluation
 import xmoco.detect.finding
 import xmoco.detect.tables
+import xmoco.embedding
 import xmoco.evaluate.classification
 import xmoco.evaluate.transfer
 import xmoco.export
@@ -89,7 +91,7 @@ TESTED_BLOCKS = (
     "import XMoCoLoss",
     "import BatchXMoCoLoss",
     'Image.open("cat.jpg")',
-    "ImageFolder(",
+    'np.load("features.npz")',
     "load_file(",
     "xmoco.pretrain(",
     "eval_size=",
@@ -155,19 +157,18 @@ def test_weights_load_as_shown(photos: Path, capsys: pytest.CaptureFixture[str])
     assert "fc.weight" in capsys.readouterr().out
 
 
-def test_features_are_extracted_as_shown(photos: Path, tmp_path: Path) -> None:
-    for name, colour in (("cat", "grey"), ("dog", "red")):
-        folder = tmp_path / "photos" / name
-        folder.mkdir(parents=True)
-        Image.new("RGB", (200, 150), colour).save(folder / "1.jpg")
-    run(python_block("ImageFolder("))
-    kept = torch.load("features.pt", weights_only=True)
-    backbone, transform = xmoco.load_backbone(photos), xmoco.load_transform(photos)
-    with torch.no_grad():
-        dog = backbone(transform(Image.open("photos/dog/1.jpg"))[None])
-    assert kept["files"] == ["photos/cat/1.jpg", "photos/dog/1.jpg"]
-    assert kept["features"].shape == (2, 512)
-    assert_close(kept["features"][1:], dog, rtol=1e-4, atol=1e-5)
+def test_similar_images_are_found_as_shown(
+    photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, colour in (("1.jpg", "grey"), ("2.jpg", "red"), ("cat/3.jpg", "grey")):
+        (tmp_path / "photos" / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (200, 150), colour).save(tmp_path / "photos" / name)
+    found = xmoco.embed(photos, "photos/", options=xmoco.EvalOptions("cpu"))
+    found.save("features.npz")
+    run(python_block('np.load("features.npz")'))
+    *first_two, last = re.findall(r"'([^']+)'", capsys.readouterr().out)
+    assert sorted(first_two) == ["1.jpg", "cat/3.jpg"]
+    assert last == "2.jpg"
 
 
 def test_detectors_are_used_as_shown(
@@ -251,7 +252,17 @@ def test_evaluation_from_python_runs_as_shown(
 def test_there_are_commands_of_every_kind() -> None:
     verbs = {line.split()[0] for line in xmoco_commands()}
     assert verbs == {
-        *("--help", "pretrain", "evaluate", "detect", "export", "demo", "settings", "tables")
+        *(
+            "--help",
+            "pretrain",
+            "evaluate",
+            "detect",
+            "embed",
+            "export",
+            "demo",
+            "settings",
+            "tables",
+        )
     }
 
 
@@ -271,6 +282,7 @@ class StandIns:
             (xmoco.evaluate.transfer, "evaluate_transfer", self.transfer),
             (xmoco.detect.evaluation, "evaluate_detect", self.detectors),
             (xmoco.detect.finding, "detect", self.found),
+            (xmoco.embedding, "embed", self.embedded),
             (xmoco.report.tables, "draw_transfer", lambda asked: [asked["out"]]),
             (xmoco.detect.tables, "draw_detection", lambda asked: [asked["out"]]),
             (xmoco.tables.running, "run_table", self.table),
@@ -316,6 +328,11 @@ class StandIns:
     def found(asked: dict[str, Any]) -> Any:
         assert 0 <= asked["threshold"] <= 1
         return SimpleNamespace(objects=3, images=1, json=asked["out"] / "detections.json")
+
+    @staticmethod
+    def embedded(asked: dict[str, Any]) -> Any:
+        assert isinstance(asked["options"], xmoco.EvalOptions)
+        return xmoco.embedding.Embedded(["1.jpg"], np.zeros((1, 8), dtype=np.float32))
 
     @staticmethod
     def transfer_sets(asked: dict[str, Any]) -> list[Any]:

@@ -5,6 +5,7 @@ The whole public surface::
     result = xmoco.pretrain("demo", out="runs/first")        # images to weights
     backbone = xmoco.load_backbone(result.weights)           # a torchvision ResNet
     transform = xmoco.load_transform(result.weights)         # from an image to its input
+    features = xmoco.embed(result.weights, "photos/")        # what it sees in each image
     criterion = xmoco.XMoCoLoss(feature_size=128)            # the loss, for a loop of your own
     criterion = xmoco.BatchXMoCoLoss()                       # the same over a batch's negatives
     xmoco.evaluate_knn(result.weights, "patterns")           # how good is it?
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from xmoco.detect.detector_files import load_detector as load_detector
     from xmoco.detect.evaluation import evaluate_detect as evaluate_detect
+    from xmoco.embedding import embed as embed
     from xmoco.errors import UserError as UserError
     from xmoco.evaluate.classification import evaluate_finetune as evaluate_finetune
     from xmoco.evaluate.classification import evaluate_knn as evaluate_knn
@@ -34,6 +36,7 @@ _WHERE = {
     "EvalOptions": "xmoco.evaluate.evaluation",
     "UserError": "xmoco.errors",
     "XMoCoLoss": "xmoco.losses",
+    "embed": "xmoco.embedding",
     "evaluate_detect": "xmoco.detect.evaluation",
     "evaluate_finetune": "xmoco.evaluate.classification",
     "evaluate_knn": "xmoco.evaluate.classification",
@@ -50,6 +53,7 @@ __all__ = [
     "EvalOptions",
     "UserError",
     "XMoCoLoss",
+    "embed",
     "evaluate_detect",
     "evaluate_finetune",
     "evaluate_knn",

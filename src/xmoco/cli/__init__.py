@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from xmoco.cli.evaluate import evaluate
+from xmoco.cli.options import Device, Mean, Pictures, Std, Weights
 from xmoco.cli.output import print_plain, progress_bars
 from xmoco.cli.tables import tables
 from xmoco.launchers import PREEMPTING, first_process
@@ -182,6 +183,46 @@ def export(
 
 @app.command(
     epilog="Examples:\n\n"
+    "`xmoco embed runs/photos ~/photos`\n\n"
+    "`xmoco embed torchvision:resnet50 photos.tar --out photos.npz`"
+)
+def embed(
+    weights: Weights,
+    images: Pictures,
+    out: Annotated[Path, typer.Option(help="The file to write, which NumPy can load.")] = Path(
+        "features.npz"
+    ),
+    size: Annotated[
+        int | None,
+        typer.Option(
+            help="Side length in pixels at which images are shown. Default: as in evaluations of "
+            "these weights."
+        ),
+    ] = None,
+    mean: Mean = None,
+    std: Std = None,
+    device: Device = "auto",
+) -> None:
+    """Write the feature vector of every image to a file, for search, clustering or a classifier.
+
+    Images are resized, cropped and normalised as in evaluation.
+    """
+    from xmoco.embedding import embed as embedded
+    from xmoco.embedding import free_place, how_to_load
+    from xmoco.evaluate.evaluation import EvalOptions
+
+    options = EvalOptions(device, size=size, mean=mean, std=std)
+    file = free_place(out)
+    with progress_bars() as listener:
+        found = embedded(weights, images, options=options, listener=listener)
+    found.save(file)
+    count, length = found.features.shape
+    vectors = "1 vector" if count == 1 else f"{count:,} vectors"
+    print_plain(f"{vectors} of {length:,} numbers: {file}\n\n{how_to_load(file)}")
+
+
+@app.command(
+    epilog="Examples:\n\n"
     "`xmoco detect runs/street photo.jpg`\n\n"
     "`xmoco detect runs/street photos/ --out found --threshold 0.7`"
 )
@@ -192,14 +233,14 @@ def detect(
             help="A run folder of `xmoco evaluate detect`, or its detector.safetensors."
         ),
     ],
-    images: Annotated[str, typer.Argument(help="An image, a folder of any depth, or an archive.")],
+    images: Pictures,
     out: Annotated[
         Path, typer.Option(help="A new folder for detections.json and the annotated images.")
     ] = Path("detections"),
     threshold: Annotated[
         float, typer.Option(help="Lowest score, from 0 to 1, of the detections to keep.")
     ] = 0.5,
-    device: Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda` or `mps`.")] = "auto",
+    device: Device = "auto",
 ) -> None:
     """Detect objects in images with a detector trained by `xmoco evaluate detect`."""
     from xmoco.detect.finding import detect as find

@@ -21,6 +21,7 @@ LabelledData = Annotated[
         "set, or test/ if there is no val/."
     ),
 ]
+Pictures = Annotated[str, typer.Argument(help="An image, a folder of any depth, or an archive.")]
 Device = Annotated[str, typer.Option(help="Where to compute: `auto`, `cpu`, `cuda` or `mps`.")]
 Devices = Annotated[
     int,

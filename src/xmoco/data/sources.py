@@ -23,7 +23,7 @@ from xmoco.data.layout import (
     split_folders,
     train_classes,
 )
-from xmoco.data.names import IMAGE_EXTENSIONS
+from xmoco.data.names import IMAGE_EXTENSIONS, ends_in
 from xmoco.data.shards import ShardSource, local_shards
 from xmoco.data.stores import ENDINGS, Disk, expanded, has_pattern, is_distant, open_distant
 from xmoco.data.torchvision_sets import SPLIT_ARGUMENTS, open_torchvision
@@ -31,7 +31,14 @@ from xmoco.data.trees import FolderTree, Tree, open_tar
 from xmoco.errors import UserError, nearest
 from xmoco.text import printable
 
-__all__ = ["ArrayImages", "EncodedImages", "ImageSet", "open_images", "open_splits"]
+__all__ = [
+    "ArrayImages",
+    "EncodedImages",
+    "ImageSet",
+    "all_pictures",
+    "open_images",
+    "open_splits",
+]
 
 TORCHVISION = "torchvision:"
 ARCHIVE_ENDING = re.compile(r"\.(tar(\.\w+)?|t(gz|xz|bz2?)|parquet)$", re.IGNORECASE)
@@ -107,6 +114,21 @@ def open_splits(data: DataConfig) -> dict[str, ImageSet]:
         split: files.split(data, train, folder, f"{files.name} ({split})")
         for split, folder in {"train": train, **folders}.items()
     }
+
+
+def all_pictures(source: str | Path) -> tuple[EncodedImages, list[str]]:
+    """A picture, or all of a folder or an archive, whatever their folders mean; and their paths in
+    it."""
+    path = existing_path(str(source))
+    if path.is_file() and ends_in(path.name, IMAGE_EXTENSIONS):
+        tree: Tree = FolderTree(path.parent)
+        paths = [path.name]
+    else:
+        tree = FolderTree(path) if path.is_dir() else open_tar(path)
+        paths = tree.images()
+    if not paths:
+        raise UserError(f"there are no images in {printable(str(path))}.")
+    return EncodedImages(str(source), tree, paths, None, None, None), paths
 
 
 def existing_path(source: str, other_names: Iterable[str] = ()) -> Path:

@@ -13,10 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from xmoco.data import Unreadable
-from xmoco.data.imagesets import EncodedImages
-from xmoco.data.names import IMAGE_EXTENSIONS
-from xmoco.data.sources import existing_path
-from xmoco.data.trees import FolderTree, Tree, open_tar
+from xmoco.data.sources import all_pictures
 from xmoco.detect.detector_files import read_detector
 from xmoco.detect.drawing import drawn
 from xmoco.detect.masks import runs_of_bitmap
@@ -63,8 +60,7 @@ def detect(
         raise UserError(f"threshold={threshold:g} is not from 0 to 1.")
     detector, card = read_detector(weights)
     chosen = torch.device(choose_device(device))
-    tree, paths = _pictures(images)
-    pictures = EncodedImages(str(images), tree, paths, None, None, None)
+    pictures, paths = all_pictures(images)
     broken = Unreadable(len(paths))
     told: dict[int, dict[str, Any]] = {}
     sights = looked_at(
@@ -94,17 +90,6 @@ def detect(
     lines = ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in content)
     write_whole(file, f"[\n{lines}\n]\n".encode())
     return Found(folder, file, len(content), sum(len(image["objects"]) for image in content))
-
-
-def _pictures(images: str | Path) -> tuple[Tree, list[str]]:
-    path = existing_path(str(images))
-    if path.is_file() and path.suffix.lower().removeprefix(".") in IMAGE_EXTENSIONS:
-        return FolderTree(path.parent), [path.name]
-    tree: Tree = FolderTree(path) if path.is_dir() else open_tar(path)
-    paths = tree.images()
-    if not paths:
-        raise UserError(f"there are no images in {printable(str(path))}.")
-    return tree, paths
 
 
 def _drawn_names(paths: Sequence[str]) -> list[str]:

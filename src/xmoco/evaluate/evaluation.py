@@ -29,6 +29,14 @@ Rgb = tuple[float, float, float]
 SIZES = range(8, 1025)
 
 
+def expect_numbers(features: Features) -> None:
+    if not features.vectors.isfinite().all():
+        raise UserError(
+            "the backbone's features are not all numbers: its weights are damaged, or it diverged "
+            "in training."
+        )
+
+
 class Listener:
     """What an evaluation tells as it goes; this one does not listen."""
 
@@ -169,11 +177,7 @@ class Evaluation:
             say=self.listener.say,
         )
         self.tell_of(broken)
-        if not features.vectors.isfinite().all():
-            raise UserError(
-                "the backbone's features are not all numbers: its weights are damaged, or it "
-                "diverged in training."
-            )
+        expect_numbers(features)
         return features
 
     def scores(
