@@ -41,7 +41,15 @@ from xmoco.files import write_whole
 from xmoco.methods import Method
 from xmoco.records import Record, append_records
 from xmoco.settings import load_config
-from xmoco.tables.bench import Bench, Images, Kept, Trial, known_records, split_facts
+from xmoco.tables.bench import (
+    Bench,
+    Images,
+    Kept,
+    PartlyJudged,
+    Trial,
+    known_records,
+    split_facts,
+)
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.running import run_name
 from xmoco.train.engine import build_fabric
@@ -157,7 +165,7 @@ def attempt_all(options: argparse.Namespace, jobs: Iterable[tuple[Entry, Trial]]
         if bench is None:
             fabric = build_fabric(trial.config.run)
             share = options.share if options.held_out else None
-            bench = Bench(fabric, Images.open(trial.config.data, fabric.device, share))
+            bench = Bench(fabric, Images.open(trial.config.data, share).decoded(fabric.device))
         try:
             attempt(bench, entry, trial, path, options)
         except UserError as error:
@@ -176,11 +184,12 @@ def attempt(
 ) -> None:
     """Train and judge, at the size of the views and at the recipe's for evaluation."""
     linear = options.linear and trial.seed == options.seeds[-1]
+    lacking = None
     names = ["knn20", "knn200", *(["linear"] if linear else []), "logistic"]
     input = trial.config.input
     try:
         with tempfile.TemporaryDirectory() as temporary:
-            folder = kept_run(options, trial) or Path(temporary)
+            folder = kept_run(options, trial, bench.images) or Path(temporary)
             curve = Curve(bench, trial.config, options.watch, folder)
             found = bench.attempt(
                 trial,
@@ -189,6 +198,8 @@ def attempt(
                 sizes=sorted({input.size, input.central_size, *options.sizes}),
                 watch=curve.of,
             )
+    except PartlyJudged as error:
+        found, lacking = error.found, error
     except Interrupted as stop:
         kept = "the same command goes on" if options.runs else "it is lost: --runs would keep it"
         print(f"{entry.name}, seed {trial.seed} was stopped; {kept}.", file=sys.stderr)
@@ -205,6 +216,8 @@ def attempt(
     append_records(path, found)
     values = ", ".join(f"{label(record)} {record.value:.2f}" for record in found)
     print(f"{entry.name} [{entry.changes}] seed {trial.seed}: {values}", flush=True)
+    if lacking is not None:
+        raise lacking
 
 
 class Curve(Callback):
@@ -239,11 +252,11 @@ class Curve(Callback):
         print(f"  epoch {epoch}: kNN {knn:.2f}{loss}", flush=True)
 
 
-def kept_run(options: argparse.Namespace, trial: Trial) -> Path | None:
+def kept_run(options: argparse.Namespace, trial: Trial, images: Images) -> Path | None:
     """Where the run of a trial is kept: runs of other settings lie elsewhere."""
     if options.runs is None:
         return None
-    folder = Path(options.runs) / run_name(trial)
+    folder = Path(options.runs) / run_name(trial, images.fingerprints)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 

@@ -101,7 +101,7 @@ def main() -> None:
             continue
         if bench is None:
             fabric = build_fabric(trial.config.run)
-            bench = Bench(fabric, Images.open(trial.config.data, fabric.device, None))
+            bench = Bench(fabric, Images.open(trial.config.data, None).decoded(fabric.device))
         try:
             attempt(bench, trial, add, path, options.beside)
         except UserError as error:

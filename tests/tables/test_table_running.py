@@ -25,6 +25,7 @@ from xmoco.evaluate.classify import LINEAR
 from xmoco.tables import bench, drawing, running
 from xmoco.tables.definition import read_table
 from xmoco.tables.plan import Asked, plan
+from xmoco.train.loop import DivergedError
 from xmoco.train.run_folder import RunFolder
 
 TABLE: dict[str, Any] = {
@@ -91,11 +92,9 @@ def cells(name: str = "two") -> dict[str, list[str]]:
 
 def folders() -> dict[str, Path]:
     """Run folders by row, of seed 0."""
-    table = read_table("two.yaml")
-    return {
-        one.row.name: Path("out/runs") / running.run_name(one.trial)
-        for one in plan(table, Asked(seeds=(0,)))
-    }
+    planned = plan(read_table("two.yaml"), Asked(seeds=(0,)))
+    own = bench.Images.open(planned[0].trial.config.data, None).fingerprints
+    return {one.row.name: Path("out/runs") / running.run_name(one.trial, own) for one in planned}
 
 
 def test_what_is_missing_is_run_and_drawn_and_nothing_twice() -> None:
@@ -233,7 +232,7 @@ def test_what_fails_is_a_gap_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
     assert cells()["good"][3] == "one"
     text = Path("out/two.md").read_text()
     assert "- large, seed 0 failed: the device has too little memory for it.\n" in text
-    assert "Diverged: diverges, seed 0, at step" in text
+    assert "Training diverged: diverges, seed 0, at step" in text
     (end,) = (r for r in records() if r["measure"] == bench.DIVERGED)
     assert end["protocol"]["changes"] == "learning_rate=9e15 weight_decay=1e9"
     assert end["unit"] == "step"
@@ -251,9 +250,24 @@ def test_what_diverged_is_tried_again_in_another_way_only() -> None:
     assert_refused(run("--row", "bad"), "bad, seed 0, at step")
     assert_done(run("--row", "good"))  # the other is not asked for
     assert Path("out/records.jsonl").read_bytes() == before
-    assert "Diverged: bad, seed 0" in Path("out/two.md").read_text()
+    assert "Training diverged: bad, seed 0" in Path("out/two.md").read_text()
+    assert_done(run("--row", "bad", "--dry-run"))  # which does no more than tell
+    assert_refused(run("--row", "bad", "precision=fp32"), "bad, seed 0, at step")  # as before
+    assert Path("out/records.jsonl").read_bytes() == before
+
+
+def test_a_row_measured_after_all_is_no_gap() -> None:
+    rows = [{"name": "bad", "settings": "learning_rate=9e15"}, {"name": "good"}]
+    write_table(rows=rows, columns=["knn20"])
+    assert_refused(run(), "as training diverged: bad, seed 0, at step")
     outcome = run("--row", "bad", "skip_bad_steps=true")
+    assert_done(outcome)
     assert "1 run, 1 to be trained" in outcome.stdout
+    assert_done(run())
+    assert cells()["bad"][1] == "one"
+    text = Path("out/two.md").read_text()
+    assert "diverged" not in text
+    assert "Trained with bad steps left out: bad." in text
 
 
 def test_images_of_the_same_name_are_not_taken_for_these() -> None:
@@ -267,6 +281,42 @@ def test_images_of_the_same_name_are_not_taken_for_these() -> None:
     assert "0 to be trained" in run("--row", "0.9", "--data", "others/gratings").stdout
     assert "0 to be trained" in run("--row", "0.9").stdout
     assert "48 training" in Path("out/two.md").read_text()
+
+
+@pytest.mark.parametrize("changed", ["labels", "test images"])
+def test_images_are_told_apart_by_labels_and_by_test_images(changed: str) -> None:
+    first, others = two_splits(Path("one") / "set"), two_splits(Path("other") / "set")
+    if changed == "labels":
+        for split in ("train", "val"):
+            (others / split / "class3").rename(others / split / "class4")
+    else:
+        for image in sorted((others / "val").rglob("*.*"))[::2]:
+            image.unlink()
+    assert_done(run("--row", "0.9", "--data", str(first)))
+    assert "1 run, 1 to be trained" in run("--row", "0.9", "--data", str(others)).stdout
+    assert "0 to be trained" in run("--row", "0.9", "--data", str(first)).stdout
+
+
+def test_an_interrupted_run_is_not_in_the_way_of_others_images(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which have the same name."""
+    two_splits(Path("others") / "gratings", each=13)
+
+    def stopping(_: Any, step: int) -> None:
+        if step == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(running._Shown, "on_step", stopping)
+        assert run("--row", "0.9").status == TRY_AGAIN
+    assert_done(run("--row", "0.9", "--data", "others/gratings"))
+    outcome = run("--row", "0.9")
+    assert_done(outcome)
+    assert [r["protocol"]["train_images"] for r in records() if r["measure"] == "knn_top1"] == [
+        52,
+        48,
+    ]
 
 
 def test_a_table_is_drawn_without_its_images() -> None:
@@ -371,6 +421,19 @@ def test_a_linear_classifier_is_a_column(monkeypatch: pytest.MonkeyPatch) -> Non
     assert found["backbone_parameters"]["value"] == parameters / 1e6
     assert found["train_seconds"]["value"] > 0
     assert not [*folders()["0.9"].glob("linear-*")]
+
+
+def test_a_linear_classifier_that_diverges_costs_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def diverging(*_: Any, **__: Any) -> Any:
+        raise DivergedError("the loss is NaN", step=7)
+
+    monkeypatch.setattr(bench, "train_classifier", diverging)
+    write_table(columns=["linear", "knn20"], paper_columns=[], rows=[{"name": "0.9"}])
+    assert_refused(run(), "0.9, seed 0: its linear classifier diverged at step 7)")
+    assert {"knn_top1", "train_seconds"} <= {r["measure"] for r in records()}
+    assert cells()["0.9"][0].endswith(" %")
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,10 @@ def test_a_choice_stays_when_a_trial_is_measured_again() -> None:
     ]
     again = [*records, tried("XMoCo, rate × 2", 80), diverged("XMoCo, rate × 1")]
     assert by(again) == by(records)
+    # Nor when what diverged is trained with bad steps left out.
+    records[2] = diverged("XMoCo, rate × 2")
+    assert by([*records, tried("XMoCo, rate × 2", 80)]) == by(records)
+    assert rates_of(by(records).table)["XMoCo"] == 0.06
 
 
 @pytest.mark.parametrize(
@@ -141,7 +145,7 @@ def test_records_of_something_else_choose_nothing(other: dict[str, Any]) -> None
 def test_a_row_waits_for_all_of_its_trials() -> None:
     found = by([tried("XMoCo, rate × 2", 60), diverged("XMoCo, rate × 0.5")])
     assert found.waiting == ["XMoCo", "MoCo"]
-    assert not found.hopeless
+    assert not found.all_diverged
     assert rates_of(found.table) == {"XMoCo": 0.06, "MoCo": 0.1}
 
 
@@ -152,9 +156,9 @@ def test_what_diverged_is_tried_but_not_chosen() -> None:
     ]
     found = by(records)
     assert not found.waiting
-    assert found.hopeless == ["MoCo"]
+    assert found.all_diverged == ["MoCo"]
     assert rates_of(found.table) == {"XMoCo": 0.03, "MoCo": 0.1}
-    assert not by(records, TRIED).hopeless
+    assert not by(records, TRIED).all_diverged
 
 
 @pytest.mark.parametrize(
@@ -199,7 +203,7 @@ def test_rows_that_diverged_are_named_below_the_table() -> None:
     group = Group("patterns", 2, HELD_OUT, 0.25)
     filled = fill(tuning.trial_table(OWN, 3), [diverged("MoCo, rate × 2")], group)
     assert not any(line.cells for line in filled.lines)
-    assert "Diverged: MoCo, rate × 2, seed 1, at step 7." in notes(filled)
+    assert "Training diverged: MoCo, rate × 2, seed 1, at step 7." in notes(filled)
 
 
 def test_how_rates_were_chosen_is_told_by_rows() -> None:
@@ -213,10 +217,13 @@ def test_how_rates_were_chosen_is_told_by_rows() -> None:
         "e": tuning.Tried({}, [0.5, 1, 2], []),
     }
     assert tuning.choice_told(rates, tried, ["a", "b", "c", "d"], epochs=9).endswith(
-        " after 2 epochs: × 2 for b; × 1 for all others. Diverged: c × 2. "
+        " after 2 epochs: × 2 for b; × 1 for all others. Rates that diverged in trials: c × 2. "
         "With their own learning rates, as trials are missing: d. "
         "Not trained, as all of their trials diverged: e."
     )
+    told = tuning.choice_told(rates, tried, ["b", "e"], epochs=9)  # e was trained before
+    assert "With their own learning rates, as all trials diverged: e." in told
+    assert "Not trained" not in told
     assert "after 1 epoch: × 2 for all." in tuning.choice_told(rates, tried, ["b"], epochs=1)
     del tried["e"]
     assert tuning.choice_told(rates, tried, ["d"], epochs=9) == (
@@ -298,12 +305,15 @@ def test_a_rate_that_diverges_is_tried_and_told(here: Path) -> None:
     write_table(rates=[1.0, 1e16])
     outcome = run("--row", "XMoCo")
     assert_done(outcome)
-    assert "XMoCo, rate × 1e+16, seed 0: the loss is NaN or infinite at step" in outcome.stdout
+    assert "XMoCo, rate × 1e+16, seed 0 diverged at step" in outcome.stdout
     trial, final = knn()
     assert [r["protocol"]["split"] for r in (trial, final)] == [HELD_OUT, "test"]
     assert final["protocol"]["settings"]["optim"] == trial["protocol"]["settings"]["optim"]
-    assert "× 1 for all. Diverged: XMoCo × 1e+16." in Path("out/own.md").read_text()
-    assert "Diverged: XMoCo, rate × 1e+16, seed 0" in Path("out/own-rates.md").read_text()
+    assert (
+        "× 1 for all. Rates that diverged in trials: XMoCo × 1e+16."
+        in Path("out/own.md").read_text()
+    )
+    assert "Training diverged: XMoCo, rate × 1e+16, seed 0" in Path("out/own-rates.md").read_text()
     before = Path("out/records.jsonl").read_bytes()
     assert_done(run("--row", "XMoCo"))
     assert Path("out/records.jsonl").read_bytes() == before

@@ -9,9 +9,9 @@ import copy
 import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,6 +37,7 @@ from xmoco.records import Measured, Record, forget_half_line, read_records
 from xmoco.settings import FREE
 from xmoco.starting_weights import start_from_weights
 from xmoco.tables.columns import Column
+from xmoco.train.engine import choose_device, in_bf16
 from xmoco.train.loop import Callback, DivergedError, Training
 from xmoco.train.run_folder import RunFolder, plain
 
@@ -87,29 +88,34 @@ class Trial:
         ]
 
     def lacks(self, columns: Sequence[Column], records: Sequence[Kept]) -> list[Column]:
-        """The columns that none of the records shows for this trial, unless it diverged."""
+        """The columns that none of the records shows for this trial, unless it diverged: on
+        held-out images, where settings are tried, that is a result; elsewhere it may be trained
+        once more with other numerics."""
         own = self.own(records)
-        lacking = [column for column in columns if not any(map(column.shows, own))]
-        return [] if self.diverged_at(own) is not None else lacking
+        ends = [record for record in own if record.measure == DIVERGED]
+        if self.facts["split"] != HELD_OUT:
+            now = numerics(self.config)
+            ends = [record for record in ends if record.protocol.get("numerics") == now]
+        return [] if ends else [column for column in columns if not any(map(column.shows, own))]
 
-    def diverged_at(self, records: Sequence[Kept]) -> int | None:
-        """The step at which it did so, where records say it of a run like this one."""
-        steps = [
-            int(record.value)
-            for record in self.own(records)
-            if record.measure == DIVERGED and record.protocol.get("run") == rounding(self.config)
-        ]
-        return steps[-1] if steps else None
-
-    def divergence(self, step: int, images: str) -> Record:
-        """Its only record, if it has diverged on images of this fingerprint."""
-        protocol = {**self.facts, **self.told, "images": images, "run": rounding(self.config)}
+    def divergence(self, step: int, images: Mapping[str, str]) -> Record:
+        """Its only record, if it has diverged; ``images`` tell which they were."""
+        protocol = {**self.facts, **self.told, **images, "numerics": numerics(self.config)}
         return Record(DIVERGED, step, "step", self.subject, self.work, protocol, self.seed)
 
 
-def rounding(config: Config) -> dict[str, Any]:
-    """What is no setting of a method, but decides whether a training diverges."""
-    return {"precision": config.run.precision, "skip_bad_steps": config.run.skip_bad_steps}
+def only_divergence(records: Sequence[Kept]) -> Kept | None:
+    """The record that a trial diverged, if its records tell nothing else."""
+    return records[-1] if records and all(r.measure == DIVERGED for r in records) else None
+
+
+def numerics(config: Config) -> dict[str, Any]:
+    """What is no setting of a method, but may decide whether a training diverges."""
+    run = config.run
+    return {
+        "precision": "bf16" if in_bf16(run, choose_device(run.device)) else "fp32",
+        "skip_bad_steps": run.skip_bad_steps,
+    }
 
 
 def known_records(path: Path) -> list[Kept]:
@@ -120,20 +126,22 @@ def known_records(path: Path) -> list[Kept]:
     return read_records(path, Kept)
 
 
-class Listed(NamedTuple):
-    """Images to learn from and to judge by, none of which has been read."""
+@dataclass(frozen=True)
+class Images:
+    """What all trials learn from and are judged by."""
 
     train: ImageSet
     test: ImageSet
-    fingerprint: str
-    """Of all training images, whether some are held out or not."""
+    fingerprints: Mapping[str, str]
+    """Which images they are, as records tell it: of all training images, whether some are held out
+    or not, and of the test images if these are judged."""
 
     @classmethod
-    def open(cls, data: DataConfig, held_out_share: float | None) -> "Listed":
+    def open(cls, data: DataConfig, held_out_share: float | None) -> "Images":
         """With a share, that part of the training images is judged, and no test image looked at."""
         options = EvalOptions(root=data.root, download=data.download)
         train, test = labelled_splits(data.source, options)
-        name = fingerprint(train)
+        fingerprints = {"train_fingerprint": fingerprint(train, with_labels=True)}
         if held_out_share is not None:
             train, test = held_out(train, held_out_share)
         elif test is None:
@@ -141,22 +149,22 @@ class Listed(NamedTuple):
                 f"{train.name} has no test images to judge by: use --held-out, which holds out "
                 "training images."
             )
-        return cls(train, test, name)
+        else:
+            fingerprints["test_fingerprint"] = fingerprint(test, with_labels=True)
+        return cls(train, test, fingerprints)
+
+    def decoded(self, device: torch.device) -> "Images":
+        """The same on the device, where they fit."""
+        train, test = (preload(part, device) for part in (self.train, self.test))
+        return replace(self, train=train, test=test)
 
 
-@dataclass(frozen=True)
-class Images:
-    """What all trials learn from and are judged by, decoded on the device."""
+class PartlyJudged(UserError):  # noqa: N818
+    """A trial was trained and judged, but for one column."""
 
-    train: ImageSet
-    test: ImageSet
-    fingerprint: str
-
-    @classmethod
-    def open(cls, data: DataConfig, device: torch.device, held_out_share: float | None) -> "Images":
-        listed = Listed.open(data, held_out_share)
-        train, test = (preload(part, device) for part in (listed.train, listed.test))
-        return cls(train, test, listed.fingerprint)
+    def __init__(self, sentence: str, found: list[Record]) -> None:
+        super().__init__(sentence)
+        self.found = found
 
 
 def split_facts(held_out_share: float | None) -> dict[str, Any]:
@@ -194,14 +202,14 @@ class Bench:
         configuration names, or one of another library; ``command`` is what a person goes on with.
         """
         held = self._free()
-        config = trial.config
+        config, fingerprints = trial.config, self.images.fingerprints
         training = prepare_training(
             config,
             self.fabric,
             self.images.train,
             run,
             build,
-            identity=identity_of(unwatched(config), self.images.fingerprint),
+            identity=identity_of(unwatched(config), fingerprints["train_fingerprint"]),
             resume_command=command,
         )
         if not training.restore():  # whatever checkpoints there were
@@ -217,7 +225,8 @@ class Bench:
         common = {
             **trial.facts,
             **trial.told,
-            "images": self.images.fingerprint,
+            **fingerprints,
+            "numerics": numerics(config),
             "data": self.images.train.name,
             "train_images": len(self.images.train),
             "judged_images": len(self.images.test),
@@ -232,16 +241,18 @@ class Bench:
         }
         if gpu_memory.exists():  # unless killed between the last step and this
             measured["gpu_memory"] = int(gpu_memory.read_bytes()) / 2**30
-        found = [
-            self._record(trial, column, value, common | {"size": size} | facts)
-            for size in sizes or [config.input.central_size]
-            for column, value, facts in self._judged(
-                method.encoder.backbone,
-                config.input.model_copy(update={"eval_size": size}),
-                columns,
-                run.path,
-            )
-        ]
+        found: list[Record] = []
+        failure = None
+        try:
+            for size in sizes or [config.input.central_size]:
+                input = config.input.model_copy(update={"eval_size": size})
+                for column, value, facts in self._judged(
+                    method.encoder.backbone, input, columns, run.path
+                ):
+                    protocol = common | {"size": size} | facts
+                    found.append(self._record(trial, column, value, protocol))
+        except DivergedError as error:  # which the backbone has not
+            failure = f"its linear classifier diverged at step {error.step}"
         found += [
             self._record(trial, column, measured[column.measure], common)
             for column in columns
@@ -250,6 +261,8 @@ class Bench:
         if run.path.joinpath("config.yaml").exists():  # a run folder that stays
             card = BackboneCard.of_run(config, config.train.epochs)
             save_backbone(method.encoder.backbone, card, run.weights)
+        if failure is not None:
+            raise PartlyJudged(f"{failure}.", found)
         return found
 
     def knn(self, backbone: nn.Module, input: InputConfig, k: int) -> float:
@@ -305,8 +318,8 @@ class Bench:
         bank, asked = self._features(backbone, input)
         ks = [column.k for column in columns if column.k is not None]
         neighbours = self._knn(bank, asked, ks) if ks else {}
-        for column in columns:
-            facts: dict[str, Any]
+        for column in sorted(columns, key=lambda column: column.measure == "linear_top1"):
+            facts: dict[str, Any]  # that column last, as it may fail
             match column.measure:
                 case "knn_top1":
                     assert column.k is not None
@@ -354,18 +367,15 @@ class Bench:
     def _linear(self, backbone: nn.Module, input: InputConfig, folder: Path) -> float:
         """By MoCo's settings; trained in a folder of its own, where it goes on if interrupted."""
         protocol = LINEAR["moco"]
-        try:
-            classifier = train_classifier(
-                backbone,
-                self.images.train,
-                protocol,
-                folder / f"linear-{input.central_size}",
-                {"name": protocol.name},
-                input=input,
-                fabric=self.fabric,
-            )
-        except DivergedError as error:  # which the backbone has not
-            raise UserError(f"its linear classifier diverged at step {error.step}") from None
+        classifier = train_classifier(
+            backbone,
+            self.images.train,
+            protocol,
+            folder / f"linear-{input.central_size}",
+            {"name": protocol.name},
+            input=input,
+            fabric=self.fabric,
+        )
         scores, labels = class_scores(
             classifier.backbone, classifier.head, self.images.test, input=input, device=self.device
         )

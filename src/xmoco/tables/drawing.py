@@ -25,7 +25,7 @@ from xmoco.methods import method_class
 from xmoco.planning import describe_views
 from xmoco.report.circumstances import circumstances, markdown_table, sentence
 from xmoco.report.curves import LIGHT, to_png
-from xmoco.tables.bench import DIVERGED, HELD_OUT, Kept, Trial
+from xmoco.tables.bench import HELD_OUT, Kept, Trial, only_divergence
 from xmoco.tables.columns import Column
 from xmoco.tables.definition import PaperColumn, Row, Table
 from xmoco.tables.plan import Asked, trials_of_rows
@@ -146,9 +146,10 @@ def fill(
             if last:
                 cells[column] = Cell({seed: record.value for seed, record in last.items()})
                 shown += last.values()
-        measured = {seed for cell in cells.values() for seed in cell.values}
-        ended = {r.seed: r for r in found if r.measure == DIVERGED and r.seed not in measured}
-        diverged += [f"{row.name}, seed {seed}, at step {r.value:,g}" for seed, r in ended.items()]
+        for seed in dict.fromkeys(record.seed for record in found):
+            end = only_divergence([record for record in found if record.seed == seed])
+            if end is not None:
+                diverged.append(f"{row.name}, seed {seed}, at step {int(end.value):,}")
         lines.append(Line(row, cells, trial))
     return Filled(table, group, lines, shown, chosen.tried, diverged)
 
@@ -245,8 +246,8 @@ def _number(seeds: int) -> str:
 
 def notes(filled: Filled) -> list[str]:
     """What is to be read out of the table, and how its figures came about."""
-    told = [*agreements(filled), _spread(filled), _divergence(filled), *unequal(filled)]
-    told += [_rates(filled), filled.table.chosen]
+    told = [*agreements(filled), _spread(filled), _divergence(filled), _skipping(filled)]
+    told += [*unequal(filled), _rates(filled), filled.table.chosen]
     if filled.records:
         told.append(circumstances(filled.records, _data, _size))
     if filled.table.paper:
@@ -264,7 +265,20 @@ def _rates(filled: Filled) -> str:
 
 
 def _divergence(filled: Filled) -> str:
-    return f"Diverged: {'; '.join(filled.diverged)}." if filled.diverged else ""
+    return f"Training diverged: {'; '.join(filled.diverged)}." if filled.diverged else ""
+
+
+def _skipping(filled: Filled) -> str:
+    """Which rows are not quite what their settings say."""
+    skipped = [_identity(r) for r in filled.records if _numerics(r).get("skip_bad_steps")]
+    trials = {line.row.name: line.trial for line in filled.lines if line.trial is not None}
+    rows = [name for name, trial in trials.items() if trial.identity in skipped]
+    return f"Trained with bad steps left out: {', '.join(rows)}." if rows else ""
+
+
+def _numerics(record: Kept) -> Mapping[str, Any]:
+    numerics: Mapping[str, Any] = record.protocol.get("numerics", {})
+    return numerics
 
 
 def _spread(filled: Filled) -> str:

@@ -29,12 +29,22 @@ from xmoco.errors import Interrupted, UserError
 from xmoco.planning import say
 from xmoco.records import append_records
 from xmoco.settings import config_yaml
-from xmoco.tables.bench import Bench, Images, Kept, Listed, Trial, known_records, lasting
+from xmoco.tables.bench import (
+    Bench,
+    Images,
+    Kept,
+    PartlyJudged,
+    Trial,
+    known_records,
+    lasting,
+    numerics,
+    only_divergence,
+)
 from xmoco.tables.columns import COLUMNS, Column
 from xmoco.tables.definition import Table, read_table
 from xmoco.tables.drawing import Group, draw, fill
 from xmoco.tables.plan import Asked, Planned, plan
-from xmoco.tables.tuning import Tuned, hopeless_told, is_tuned, trials_asked, with_best_rates
+from xmoco.tables.tuning import Tuned, is_tuned, not_trained, trials_asked, with_best_rates
 from xmoco.train.engine import build_fabric, choose_device
 from xmoco.train.loop import Callback, DivergedError, Training
 from xmoco.train.progress import Progress
@@ -53,8 +63,8 @@ class Job:
     records: Path
     command: str = "the same command"
     """With which a person goes on."""
-    images: str | None = None
-    """The fingerprint of the training images, if they are there."""
+    images: Mapping[str, str] = field(default_factory=dict)
+    """What tells the images from others of the same name, if they are there."""
 
     @classmethod
     def of(
@@ -69,11 +79,12 @@ class Job:
         return cls(table, Path(name).stem, asked, out, records or out / "records.jsonl", command)
 
     def known(self) -> list[Kept]:
-        """All records but those of other images that only have the same name."""
+        """All records but those of other images that only have the same name. Images of the same
+        names, numbers and labels are the same: what they show is not looked at."""
         return [
             record
             for record in known_records(self.records)
-            if self.images in (None, record.protocol.get("images", self.images))
+            if all(record.protocol.get(key, own) == own for key, own in self.images.items())
         ]
 
 
@@ -101,26 +112,28 @@ def run_table(
     the rows' learning rates come first, if the table wants them."""
     console = console or Console()
     # A mistake is told before anything is trained, trials included.
-    job = replace(job, images=_fingerprint(job, dry_run))
+    job = replace(job, images=_fingerprints(job, dry_run))
     jobs = [job]
     if is_tuned(job.table, job.asked):
         table, asked = trials_asked(job.table, job.asked)
         jobs.insert(0, replace(job, table=table, name=f"{job.name}-rates", asked=asked))
     outcomes = [_run(one, devices, dry_run, console) for one in jobs]
-    problems = [outcome.problem for outcome in outcomes if outcome.problem is not None]
-    files = [file for outcome in outcomes for file in outcome.files]
-    return Outcome(files, " ".join(problems) or None)
+    problem = " ".join(outcome.problem for outcome in outcomes if outcome.problem is not None)
+    if dry_run and problem:  # it has done what it was asked for
+        say(console, problem)
+        problem = ""
+    return Outcome([file for outcome in outcomes for file in outcome.files], problem or None)
 
 
-def _fingerprint(job: Job, dry_run: bool) -> str | None:
-    """Of the training images; without them, a table can still be drawn."""
+def _fingerprints(job: Job, dry_run: bool) -> Mapping[str, str]:
+    """Of the images; without them, a table can still be drawn."""
     data = plan(job.table, job.asked)[0].trial.config.data
     try:
         usable = data.model_copy(update={"download": data.download and not dry_run})
-        return Listed.open(usable, job.asked.held_out).fingerprint
+        return Images.open(usable, job.asked.held_out).fingerprints
     except UserError:
         if dry_run:
-            return None
+            return {}
         raise
 
 
@@ -158,8 +171,8 @@ def _run(job: Job, devices: int, dry_run: bool, console: Console) -> Outcome:
     problems = [_failures(course, len(planned))]
     if job.asked.held_out is None:  # where settings are tried, it is a result
         rows = {one.row.name for one in every}
-        hopeless = [name for name in chosen.hopeless if name in rows]
-        problems += [_divergence(planned, known), hopeless_told(hopeless)]
+        lost = [name for name in chosen.all_diverged if name in rows]
+        problems += [_divergence(planned, known), not_trained(lost)]
     return Outcome(files, " ".join(filter(None, problems)) or None)
 
 
@@ -168,7 +181,7 @@ def _planned(job: Job) -> tuple[list[Planned], Tuned]:
     facts = plan(job.table, job.asked)[0].trial.facts
     known = job.known()
     chosen = with_best_rates(job.table, job.asked, known, facts["source"], facts["epochs"])
-    without = {*chosen.waiting, *chosen.hopeless}
+    without = {*chosen.waiting, *chosen.all_diverged}
     ready = [one for one in plan(chosen.table, job.asked) if one.row.name not in without]
     return ready, chosen
 
@@ -206,13 +219,13 @@ def _failures(course: Course, planned: int) -> str:
 
 
 def _divergence(planned: Sequence[Planned], known: Sequence[Kept]) -> str:
-    steps = {one.label: one.trial.diverged_at(known) for one in planned}
-    found = [f"{label}, at step {step:,}" for label, step in steps.items() if step is not None]
+    ends = {one.label: only_divergence(one.trial.own(known)) for one in planned}
+    found = [f"{label}, at step {int(r.value):,}" for label, r in ends.items() if r is not None]
     if not found:
         return ""
     return (
-        f"Gaps in the table, as training diverged: {'; '.join(found)}. That is not tried again but "
-        "with another learning rate, skip_bad_steps=true or precision=fp32."
+        f"Gaps in the table, as training diverged: {'; '.join(found)}. To try again, give another "
+        "learning_rate, skip_bad_steps=true or precision=fp32."
     )
 
 
@@ -237,13 +250,13 @@ def run_missing(job: Job, console: Console, live: bool = True) -> Course:
 def _bench(config: Config, asked: Asked, console: Console) -> Bench:
     fabric = build_fabric(config.run)
     with console.status(f"reading {config.data.source}"):
-        return Bench(fabric, Images.open(config.data, fabric.device, asked.held_out))
+        return Bench(fabric, Images.open(config.data, asked.held_out).decoded(fabric.device))
 
 
 @contextmanager
 def _claimed(job: Job, trial: Trial) -> Iterator[RunFolder | None]:
     """The trial's run folder, in which nobody else trains meanwhile; none if somebody does."""
-    run = RunFolder(job.out / "runs" / run_name(trial))
+    run = RunFolder(job.out / "runs" / run_name(trial, job.images))
     file = run.path / "config.yaml"
     if not file.exists():
         try:
@@ -262,10 +275,11 @@ def _claimed(job: Job, trial: Trial) -> Iterator[RunFolder | None]:
         run.unlock()
 
 
-def run_name(trial: Trial) -> str:
-    """A folder's name for this trial alone."""
+def run_name(trial: Trial, images: Mapping[str, str]) -> str:
+    """A folder's name for this trial on these images alone."""
     config = trial.config
-    told = json.dumps([lasting(config), trial.work, dict(trial.facts)], sort_keys=True)
+    own = [lasting(config), numerics(config), trial.work, dict(trial.facts)]
+    told = json.dumps([*own, images.get("train_fingerprint")], sort_keys=True)
     digest = hashlib.blake2b(told.encode(), digest_size=5).hexdigest()
     words = f"{trial.subject}-{config.model.backbone}-{digest}-seed{trial.seed}"
     return re.sub(r"[^\w.+-]+", "_", words)
@@ -294,9 +308,12 @@ def _attempt(
     except Interrupted:
         raise
     except DivergedError as error:
-        found = [one.trial.divergence(error.step, bench.images.fingerprint)]
+        found = [one.trial.divergence(error.step, bench.images.fingerprints)]
         append_records(job.records, found)
-        say(console, f"{one.label}: {error}")
+        say(console, f"{one.label} diverged at step {error.step:,}")
+    except PartlyJudged as error:
+        append_records(job.records, error.found)
+        course.failed[one.label] = str(error).removesuffix(".")
     except UserError as error:
         course.failed[one.label] = str(error).removesuffix(".")
     except torch.OutOfMemoryError:

@@ -106,7 +106,7 @@ class Tried:
         return max(self.judged, key=lambda factor: (self.judged[factor], factor == 1))
 
     @property
-    def hopeless(self) -> bool:
+    def all_diverged(self) -> bool:
         return not (self.missing or self.judged)
 
 
@@ -124,9 +124,9 @@ class Tuned:
         return [name for name, tried in self.tried.items() if tried.missing]
 
     @property
-    def hopeless(self) -> list[str]:
-        """Rows of which every trial diverged."""
-        return [name for name, tried in self.tried.items() if tried.hopeless]
+    def all_diverged(self) -> list[str]:
+        """Rows of which every trial did."""
+        return [name for name, tried in self.tried.items() if tried.all_diverged]
 
 
 def with_best_rates(
@@ -165,13 +165,14 @@ def _tried(tuning: Tuning, records: Mapping[float, Sequence[Kept]]) -> Tried:
     by = COLUMNS[tuning.by]
     judged, diverged, missing = {}, [], []
     for factor, own in records.items():
-        found = [record.value for record in own if by.shows(record)]
-        if found:
-            judged[factor] = found[0]  # a choice stays, whatever is measured again
-        elif any(record.measure == DIVERGED for record in own):
+        # The first counts: a choice stays, whatever is measured again or with other numerics.
+        verdict = next((r for r in own if by.shows(r) or r.measure == DIVERGED), None)
+        if verdict is None:
+            missing.append(factor)
+        elif verdict.measure == DIVERGED:
             diverged.append(factor)
         else:
-            missing.append(factor)
+            judged[factor] = verdict.value
     return Tried(judged, diverged, missing)
 
 
@@ -198,13 +199,15 @@ def choice_told(
         )
     diverged = [f"{row} × {f:g}" for row in rows for f in tried[row].diverged]
     if diverged:
-        told.append(f"Diverged: {', '.join(diverged)}.")
+        told.append(f"Rates that diverged in trials: {', '.join(diverged)}.")
     untried = [row for row in rows if tried[row].missing]
     if untried:
         told.append(f"With their own learning rates, as trials are missing: {', '.join(untried)}.")
-    hopeless = [name for name, one in tried.items() if one.hopeless]
-    return " ".join(filter(None, [*told, hopeless_told(hopeless)]))
+    lost = [row for row, one in tried.items() if one.all_diverged]
+    if kept := [row for row in lost if row in rows]:  # trained before the trials
+        told.append(f"With their own learning rates, as all trials diverged: {', '.join(kept)}.")
+    return " ".join(filter(None, [*told, not_trained([row for row in lost if row not in rows])]))
 
 
-def hopeless_told(rows: Sequence[str]) -> str:
+def not_trained(rows: Sequence[str]) -> str:
     return f"Not trained, as all of their trials diverged: {', '.join(rows)}." if rows else ""

@@ -394,11 +394,8 @@ class Training:
         self.unreadable_named = len(found)
 
     def _diverged(self, what: str, step: int) -> "DivergedError":
-        error = DivergedError(
-            f"{what}; {self._last_good()}: {self.plan.to_converge}, and start again."
-        )
-        error.step = step
-        return error
+        sentence = f"{what}; {self._last_good()}: {self.plan.to_converge}, and start again."
+        return DivergedError(sentence, step)
 
     def _last_good(self) -> str:
         last = self.run.checkpoints.latest()
@@ -437,10 +434,11 @@ def _reached(state: Mapping[str, Any], total_steps: int) -> tuple[int, float, fl
 
 
 class DivergedError(UserError):
-    """The loss or the weights are no longer numbers."""
+    """The loss or the weights are no longer numbers, at ``step``."""
 
-    step = 0
-    """At which that was so."""
+    def __init__(self, sentence: str, step: int) -> None:
+        super().__init__(sentence)
+        self.step = step
 
 
 class _RunningMeans:
