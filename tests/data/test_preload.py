@@ -1,15 +1,23 @@
 """Sets kept on the device: when, and that their batches are those of streaming."""
 
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from listed import CPU, Listed, assert_same, batches_of, first, many_sizes, same_size, with_broken
+from PIL import Image
 from torch import Tensor
 
+from xmoco.config import DataConfig
+from xmoco.data import ImageSet, open_images
 from xmoco.data.batches import in_order
 from xmoco.data.imagesets import ArrayImages, RaggedImages
 from xmoco.data.preload import LOOKED_AT, preload
+from xmoco.data.streaming import streamed
 from xmoco.data.subset import at_most
 from xmoco.errors import UserError
 
@@ -33,6 +41,31 @@ def test_sets_become_resident_only_if_they_fit(pictures: list[Tensor | None]) ->
     first(batches_of(held), 30)
     assert images.reads == reads
     assert preload(held, CPU).where(3) == "listed: image 3"
+
+
+@pytest.mark.parametrize(("side", "decoded_by"), [(64, "cpu"), (300, "meta")])
+def test_small_files_are_decoded_on_the_host(
+    side: int, decoded_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they become in memory does not count."""
+    for number in range(3):
+        pixels = torch.randint(256, (side, side, 3), dtype=torch.uint8).numpy()
+        Image.fromarray(pixels).save(tmp_path / f"{number}.jpg", quality=75)
+    images = open_images(DataConfig(source=str(tmp_path), short_side=32), "train")
+    assert images is not None
+    devices = []
+
+    def seen(
+        images: ImageSet, positions: Iterator[Tensor], device: torch.device, *rest: Any
+    ) -> Any:
+        devices.append(device.type)
+        return streamed(images, positions, CPU, *rest)
+
+    monkeypatch.setattr("xmoco.data.preload.streamed", seen)
+    held = preload(images, torch.device("meta"))  # in a GPU's place
+    assert isinstance(held, ArrayImages)
+    assert held.pixels.shape == (3, 3, 32, 32)
+    assert devices == ["cpu", decoded_by]
 
 
 def test_a_part_of_a_resident_set_is_resident() -> None:

@@ -412,9 +412,8 @@ def test_what_processes_decode_is_the_same_to_the_bit_on_a_gpu(
 def test_resident_batches_on_a_gpu_equal_streamed_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: bool
 ) -> None:
-    """To the bit: small images are decoded as on a CPU, others as by streaming."""
-    if not small:
-        monkeypatch.setattr("xmoco.data.preload.SMALL", 0)
+    """To the bit: small files are decoded as on a CPU, others as by streaming."""
+    monkeypatch.setattr("xmoco.data.preload.SMALL", 2**30 if small else 0)
     images = opened(write_mixture(tmp_path))
     kept = preload(images, CUDA)
     assert isinstance(kept, RaggedImages)

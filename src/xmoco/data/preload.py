@@ -5,12 +5,15 @@ lie end to end, and those of a batch are copied onto its canvas. Either way a ba
 streaming would have given, but for what two decoders of JPEG files make of the same file.
 """
 
+import math
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from statistics import median
 
 import torch
 from torch import Tensor
 
+from xmoco.data.decode import UnreadableImage
 from xmoco.data.imagesets import ArrayImages, ImageSet, RaggedImages
 from xmoco.data.streaming import Batch, on_one_canvas, streamed
 from xmoco.data.unreadable import Unreadable
@@ -18,9 +21,9 @@ from xmoco.data.unreadable import Unreadable
 LOOKED_AT = 8
 """So many images tell the size to expect, so that a huge set is not decoded in vain."""
 DECODED_AT_ONCE = 256
-SMALL = 160 * 160
-"""Pixels of images that threads decode sooner than a GPU, to which each is an errand of its own.
-Nothing trains yet that would need Python's lock."""
+SMALL = 2**13
+"""Bytes of files, as of photographs of 160 px, that threads decode sooner than a GPU does: there,
+each is a task of its own, however small. Nothing trains yet that would need Python's lock."""
 
 Progress = Callable[[int, int], None]
 """Called with the number of images done and their total."""
@@ -42,13 +45,12 @@ def preload(
     if isinstance(images, ArrayImages):
         if images.pixels.numel() > limit:
             return images
-        there = images.pixels.to(device)
-        return ArrayImages(images.name, there, images.labels, images.classes, images.shown)
+        pixels = images.pixels.to(device)
+        return ArrayImages(images.name, pixels, images.labels, images.classes, images.shown)
     sizes = _some_sizes(images, readers)
-    pixels = float(sizes.prod(1).double().mean())
-    if 3 * pixels * len(images) > limit:
+    if 3 * float(sizes.prod(1).double().mean()) * len(images) > limit:
         return images
-    decoder = torch.device("cpu") if pixels <= SMALL else device
+    decoder = torch.device("cpu") if _small_files(images) else device
     if unreadable is None:
         unreadable = Unreadable(len(images))
     kept: ImageSet | None = None
@@ -87,9 +89,24 @@ def _sent(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
+def _places(images: ImageSet) -> list[int]:
+    """Here and there."""
+    return sorted({place * len(images) // LOOKED_AT for place in range(LOOKED_AT)})
+
+
+def _small_files(images: ImageSet) -> bool:
+    """By the files, as images may be kept smaller than they are."""
+    lengths = []
+    for place in _places(images):
+        with suppress(UnreadableImage):  # met again in its turn
+            file = images.encoded(place)
+            lengths.append(math.inf if file is None else len(file.data))
+    return bool(lengths) and median(lengths) <= SMALL
+
+
 def _some_sizes(images: ImageSet, readers: int) -> Tensor:
     """Sizes of images here and there."""
-    places = (torch.arange(LOOKED_AT) * len(images) // LOOKED_AT).unique()
+    places = torch.tensor(_places(images))
     # What turns out unreadable here is met again in its turn, and noted then.
     broken = Unreadable(len(images))
     cpu = torch.device("cpu")
