@@ -190,8 +190,9 @@ def test_a_panel_follows_the_screen() -> None:
     assert not re.findall("#[0-9a-f]{6}", svg.replace(rules, ""))
 
 
-def test_a_colour_in_a_name_is_left_in_it() -> None:
-    named = f"run {LIGHT.colours[0]}: {LIGHT.colours[0]}"
+@pytest.mark.parametrize("style", ["fill", "stroke", "font-family"])
+def test_what_looks_like_a_style_in_a_name_is_left_in_it(style: str) -> None:
+    named = f"run {LIGHT.colours[0]}, {style}: {LIGHT.colours[0]}; more"
     svg = panel_svg(Panel("Loss", "nats", {named: Series([1], [3]), "loss": Series([1], [2])}))
     assert named in "".join(ElementTree.fromstring(svg).itertext())
 
@@ -201,10 +202,15 @@ def test_a_colour_in_a_name_is_left_in_it() -> None:
 @example("\ud800")  # fonts have no glyph for half of a pair
 @example("\udcff")  # a byte of a file name that is not UTF-8
 @example("\x00\n")
+@example("Name")
+@example(r"$\nonsense{$")
 @settings(max_examples=25, deadline=None)
 def test_any_name_can_be_in_a_panel(name: str) -> None:
-    svg = panel_svg(Panel("Loss", "nats", {name: Series([1], [3]), "loss": Series([1], [2])}))
-    assert "Loss" in "".join(ElementTree.fromstring(svg.encode()).itertext())
+    """As a curve's, a level's, a title or a unit."""
+    svg = panel_svg(Panel(name, name, {name: Series([1], [3])}, {name: 2.0}))
+    words = "".join(ElementTree.fromstring(svg.encode()).itertext())
+    if name.isalpha() and name.isascii():
+        assert words.count(name) >= 4
 
 
 numbers = st.floats(-1e6, 1e6) | st.just(math.nan)

@@ -359,12 +359,16 @@ def _in_either_theme(svg: str) -> str:
     """With names in place of the light theme's colours, whose meaning depends on the screen; and in
     the screen's own letters."""
     names = {colour: f"--c{number}" for number, colour in enumerate(LIGHT.colours)}
-    svg = re.sub(
-        "(fill|stroke): (#[0-9a-f]{6})",
-        lambda m: f"{m[1]}: var({names[m[2]]})" if m[2] in names else m[0],
-        svg,
-    )
-    svg = re.sub('font-family: [^;"]*', f"font-family: {LETTERS}", svg)
+
+    def themed(tag: re.Match[str]) -> str:
+        coloured = re.sub(
+            "(fill|stroke): (#[0-9a-f]{6})",
+            lambda m: f"{m[1]}: var({names[m[2]]})" if m[2] in names else m[0],
+            tag[0],
+        )
+        return re.sub('font-family: [^;"]*', f"font-family: {LETTERS}", coloured)
+
+    svg = re.sub("<[^>]*>", themed, svg)  # and what stands between tags is text
     light, dark = (
         ";".join(f"{name}:{colour}" for name, colour in zip(names.values(), t.colours, strict=True))
         for t in (LIGHT, DARK)
@@ -378,7 +382,7 @@ def draw_panel(axes: Axes, panel: Panel, theme: Theme) -> None:
         axes.plot(
             series.epochs,
             series.values,
-            label=printable(label),  # may hold what neither a font nor XML has
+            label=printable(label),  # names may hold what neither a font nor XML has
             color=theme.curves[index % len(theme.curves)],
             # where colours begin again, styles do not
             linestyle=CURVE_STYLES[(index + index // len(theme.curves)) % len(CURVE_STYLES)],
@@ -388,11 +392,14 @@ def draw_panel(axes: Axes, panel: Panel, theme: Theme) -> None:
         )
     for index, (label, level) in enumerate(panel.levels.items()):
         style = (0, (4 + 4 * index, 2))  # every further level has longer dashes
-        axes.axhline(level, label=f"{label} {level:.3g}", color=theme.ink, linestyle=style, lw=1)
-    title = axes.set_title(panel.title, loc="left", fontsize=10, weight="bold", color=theme.ink)
-    title.set_parse_math(False)  # names may hold dollar signs
+        named = f"{printable(label)} {level:.3g}"
+        axes.axhline(level, label=named, color=theme.ink, linestyle=style, lw=1)
+    heading = printable(panel.title)
+    title = axes.set_title(heading, loc="left", fontsize=10, weight="bold", color=theme.ink)
+    unit = axes.set_ylabel(printable(panel.unit), color=theme.ink, fontsize=9)
+    for text in (title, unit):
+        text.set_parse_math(False)  # names may hold dollar signs
     axes.set_xlabel(panel.along, color=theme.ink, fontsize=9)
-    axes.set_ylabel(panel.unit, color=theme.ink, fontsize=9)
     if panel.includes:
         axes.update_datalim([(0, value) for value in panel.includes], updatex=False)
     if panel.curves:  # from the start: a single point has no scale of its own
