@@ -87,11 +87,17 @@ class MoCo(nn.Module):
         )
 
     def forward(self, x_s: Tensor, x_t: Tensor) -> Tensor:
+        return self.loss(*self.features(x_s, x_t))
+
+    def features(self, x_s: Tensor, x_t: Tensor) -> tuple[Tensor, ...]:
         q_s, q_t = (self.projection_head(self.backbone(x)) for x in (x_s, x_t))
         with torch.no_grad():
             k_s, k_t = (
                 self.projection_head_momentum(self.backbone_momentum(x)) for x in (x_s, x_t)
             )
+        return q_s, q_t, k_s, k_t
+
+    def loss(self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor) -> Tensor:
         if self.add == "nothing":
             return self.criterion_s(q_s, k_t) + self.criterion_t(q_t, k_s)
         whole, terms = self.xmoco(*map(F.normalize, (q_s, q_t, k_s, k_t)))  # «xmoco»
