@@ -9,6 +9,8 @@ a copy of the project:
 
     mkdir /tmp/site && tar -xJf packages.tar.xz -C /tmp/site && python3 -m compileall -q /tmp/site
     PYTHONPATH=/tmp/site:src python3 benchmarks/compare.py …
+
+``--also`` lightly takes what benchmarks/in_lightly.py needs, too.
 """
 
 import argparse
@@ -17,7 +19,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
@@ -54,7 +56,8 @@ def main() -> None:
     parser.add_argument("--extras", nargs="*", default=EXTRAS, help="of xmoco")
     parser.add_argument("--also", nargs="*", default=ALSO, help="further packages")
     options = parser.parse_args()
-    names = needed(["xmoco", *options.also], options.extras, [*options.there, *UNUSED])
+    there = {canonicalize_name(name) for name in (*options.there, *UNUSED)}
+    names = needed(["xmoco", *options.also], options.extras, there, options.python)
     names -= {"xmoco"}
     with tempfile.TemporaryDirectory() as folder:
         install(names, options.python, options.platform, Path(folder))
@@ -63,21 +66,22 @@ def main() -> None:
     print(f"{len(names)} packages, {size:.1f} MiB: {', '.join(sorted(names))}")
 
 
-def needed(roots: Iterable[str], extras: Iterable[str], there: Iterable[str]) -> set[str]:
-    """The roots and all they need, by what is installed here."""
-    there = {canonicalize_name(name) for name in there}
+def needed(
+    roots: Iterable[str], extras: Iterable[str], there: Container[str], python: str
+) -> set[str]:
+    """The roots and all they need with that version of Python, by what is installed here."""
     found: set[str] = set()
     left = [canonicalize_name(name) for name in roots]
     while left:
         name = left.pop()
-        if name in found | there:
+        if name in found or name in there:
             continue
         found.add(name)
-        left += required_by(name, extras if name == "xmoco" else ())
+        left += required_by(name, extras if name == "xmoco" else (), python)
     return found
 
 
-def required_by(name: str, extras: Iterable[str]) -> Iterator[str]:
+def required_by(name: str, extras: Iterable[str], python: str) -> Iterator[str]:
     """Packages that this one names, for any of these extras or for none."""
     try:
         listed = requires(name) or []
@@ -85,7 +89,8 @@ def required_by(name: str, extras: Iterable[str]) -> Iterator[str]:
         sys.exit(f"pack.py: {name} is not installed here; what it needs is not known.")
     for requirement in map(Requirement, listed):
         marker = requirement.marker
-        if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+        wanted = ({"extra": extra, "python_version": python} for extra in ("", *extras))
+        if marker is None or any(map(marker.evaluate, wanted)):
             yield canonicalize_name(requirement.name)
 
 

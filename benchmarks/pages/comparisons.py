@@ -26,6 +26,7 @@ from xmoco.report.circumstances import (
     section,
     sentence,
 )
+from xmoco.tables.bench import HELD_OUT
 from xmoco.tables.definition import Table, read_table, table_names
 from xmoco.tables.drawing import Filled, fill_all, markdown, notes
 from xmoco.tables.tuning import trial_table
@@ -91,9 +92,10 @@ def paper_tables(place: Place) -> str:
         for table in itertools.chain.from_iterable(map(with_trials, table_names())):
             for filled in fill_all(table, records):
                 found = {id(record) for record in filled.records}
-                # Tables share runs; those of trials are a part of another, too.
-                if sum(bool(line.cells) for line in filled.lines) > 1 and not found <= shown:
-                    shown |= {id(record) for record in filled.records}
+                # On held-out images, the rows as they are are a part of their trials.
+                again = filled.group.split == HELD_OUT and found <= shown
+                if sum(bool(line.cells) for line in filled.lines) > 1 and not again:
+                    shown |= found
                     parts += paper_table(place, file, filled)
         former = [r for r in records if id(r) not in shown and r.measure.endswith("_top1")]
         for alike in grouped(former, lambda r: (r.work, r.protocol["split"], r.protocol["size"])):

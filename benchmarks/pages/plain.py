@@ -250,6 +250,8 @@ def cross_table(
     return markdown_table([*headings, *columns], "l" * len(kept) + "r" * len(columns), lines)
 
 
+SINGULARS = {"classes": "class", "queries": "query"}
+"""Of those that do not only end in s."""
 FORMS = {
     **dict.fromkeys(("data", "split", "files", "operation", "dtype", "backbone"), "{}"),
     **{name: f"{{}} {name}" for name in ("images", "views", "readers", "rounds", "queries")},
@@ -285,7 +287,9 @@ def told(key: str, value: object) -> str:
     if key not in FORMS:
         return protocol_fact(key, value)
     words = FORMS[key].format(shown(value))
-    return words.removesuffix("s") if value == 1 and words == f"1 {key}" else words
+    if words != f"1 {key}":
+        return words
+    return f"1 {SINGULARS.get(key, key.removesuffix('s'))}"
 
 
 def protocol_fact(key: str, value: object) -> str:

@@ -186,3 +186,6 @@ def test_cudnn_does_not_try_all_algorithms_for_a_look(monkeypatch: pytest.Monkey
     backbone_features(Asks(), pictures(), INPUT, CPU)
     assert tried == [False]
     assert torch.backends.cudnn.benchmark
+    monkeypatch.setattr(features, "FEW", 10)  # of many images it pays
+    backbone_features(Asks(), pictures(11), INPUT, CPU)
+    assert tried == [False, True]

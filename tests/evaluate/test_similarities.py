@@ -374,3 +374,15 @@ def test_a_look_on_a_gpu_is_that_of_a_cpu(
     if there.labels is not None:
         assert here.labels is not None
         assert_close(here.labels.cpu(), there.labels, rtol=1e-2, atol=1e-3)
+
+
+def test_a_look_spares_cudnn_its_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured()
+    method, searched = build_method(config), set()
+    method.meet(pictures())
+    backbone = method.encoder.backbone
+    backbone.register_forward_hook(lambda *_: searched.add(torch.backends.cudnn.benchmark))
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    assert similarities(config).look(method) is not None
+    assert searched == {False}
+    assert torch.backends.cudnn.benchmark

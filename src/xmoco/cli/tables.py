@@ -74,10 +74,17 @@ def run(
         typer.Option(help="File of records. Default: `records.jsonl` in --out."),
     ] = None,
     epochs: Annotated[
-        int | None, typer.Option(help="Training epochs of every row. Default: the table's.")
+        int | None,
+        typer.Option(
+            help="Training epochs of every row, and the most of a trial. Default: the table's."
+        ),
     ] = None,
     seeds: Annotated[
-        str | None, typer.Option(help="Comma-separated seeds, e.g. `0,1,2`. Default: the table's.")
+        str | None,
+        typer.Option(
+            help="Comma-separated seeds, e.g. `0,1,2`. Default: the table's. Trials of learning "
+            "rates use the table's first seed."
+        ),
     ] = None,
     row: Annotated[
         list[str] | None,
@@ -103,9 +110,10 @@ def run(
 ) -> None:
     """Run the missing rows of a table, and write it as Markdown, CSV and a figure.
 
-    Results become records when a run is finished, and finished runs are not repeated. After an
-    interruption the same command continues, also in the middle of a run. Several processes can
-    work on one table; each takes runs that no other is working on.
+    Some tables, `main` among them, first try several learning rates for every row on held-out
+    training images. Results become records when a run is finished, and finished runs are not
+    repeated. After an interruption the same command continues, also in the middle of a run.
+    Several processes can work on one table; each takes runs that no other is working on.
     """
     from xmoco.errors import UserError
     from xmoco.tables.plan import Asked

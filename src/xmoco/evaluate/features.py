@@ -21,6 +21,8 @@ from xmoco.distributed import gather_parts, own_part, processes, share_buffers
 BATCH = 256
 ON_DEVICE = 2 * 2**30
 """Features of up to this many bytes are kept on the device."""
+FEW = 100_000
+"""Images to which cuDNN's search for the best algorithms does not pay."""
 
 
 class Features(NamedTuple):
@@ -96,16 +98,16 @@ def home(images: int, size: int, device: torch.device) -> torch.device:
 
 
 @contextmanager
-def algorithms_not_tried() -> Iterator[None]:
-    """cuDNN takes the algorithms it thinks best. To try them all, as it does for training, takes it
-    seconds for every shape of batch, the last one of a set included: longer than to look at some
-    thousand images."""
-    tried = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = False
+def without_cudnn_search(images: int) -> Iterator[None]:
+    """For few images, cuDNN takes the algorithms it thinks best, and keeps to them for batches of
+    that shape and precision. To try them all, as it does for training, takes seconds for every
+    shape, that of a set's last batch included: longer than to look at some thousand images."""
+    searched = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = searched and images > FEW
     try:
         yield
     finally:
-        torch.backends.cudnn.benchmark = tried
+        torch.backends.cudnn.benchmark = searched
 
 
 @torch.no_grad()
@@ -122,7 +124,7 @@ def _features(
     together = together and len(images) >= processes()  # or some would have nothing to see
     part = own_part(len(images)) if together else range(len(images))
     batches = in_order(images, BATCH, device, part=part, readers=readers, unreadable=unreadable)
-    with closing(batches), algorithms_not_tried():
+    with closing(batches), without_cudnn_search(len(part)):
         for batch in batches:
             seen = see(batch)
             if vectors is None:  # only now the size of a feature is known

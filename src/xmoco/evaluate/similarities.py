@@ -23,7 +23,7 @@ from xmoco.config import Config
 from xmoco.data import ImageSet, at_positions
 from xmoco.data.subset import some_positions
 from xmoco.distributed import alone
-from xmoco.evaluate.features import algorithms_not_tried
+from xmoco.evaluate.features import without_cudnn_search
 from xmoco.methods import Method
 from xmoco.methods.base import Meeting
 from xmoco.records import Record
@@ -94,7 +94,7 @@ class Similarities:
         was_training = method.training
         method.eval()
         try:
-            with algorithms_not_tried():
+            with without_cudnn_search(len(self.images)):
                 found = list(self._meetings(method))
         finally:
             method.train(was_training)
