@@ -20,6 +20,7 @@ from torch.testing import assert_close
 from typer.testing import CliRunner
 
 import xmoco
+import xmoco.classifying
 import xmoco.data.transfer_sets
 import xmoco.demo
 import xmoco.detect.evaluation
@@ -47,6 +48,7 @@ from xmoco.evaluate.classify import LINEAR
 from xmoco.evaluate.grid import GRIDS
 from xmoco.evaluate.logistic import STRENGTHS
 from xmoco.nn.backbones import build_backbone
+from xmoco.nn.classifiers import ClassifierCard, save_classifier
 from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.planning import AUTO_BASE
 from xmoco.records import KnnProtocol, Measured, Record, read_records
@@ -95,6 +97,7 @@ TESTED_BLOCKS = (
     "load_file(",
     "xmoco.pretrain(",
     "eval_size=",
+    "load_classifier(",
     "load_detector(",
 )
 """Each by something that only it contains; every one is run by a test below."""
@@ -169,6 +172,23 @@ def test_similar_images_are_found_as_shown(
     *first_two, last = re.findall(r"'([^']+)'", capsys.readouterr().out)
     assert sorted(first_two) == ["1.jpg", "cat/3.jpg"]
     assert last == "2.jpg"
+
+
+def test_classifiers_are_used_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/cats").mkdir(parents=True)
+    grey = (0.5, 0.5, 0.5)
+    card = BackboneCard("tiny", "imagenet", 64, grey, grey, "xmoco", 1, 0)
+    own = ClassifierCard(("cat", "dog"), "fine-tune", "pictures", 0)
+    file = Path("runs/cats/classifier.safetensors")
+    save_classifier(build_backbone("tiny"), torch.nn.Linear(128, 2), own, card, file)
+    Image.new("RGB", (60, 40), "grey").save("photo.jpg")
+    run(python_block("load_classifier("))
+    words = capsys.readouterr().out.split()
+    assert words[0] in ("cat", "dog")
+    assert 0.5 <= float(words[1]) <= 1
 
 
 def test_detectors_are_used_as_shown(
@@ -258,6 +278,7 @@ def test_there_are_commands_of_every_kind() -> None:
             "evaluate",
             "detect",
             "embed",
+            "classify",
             "export",
             "demo",
             "settings",
@@ -283,6 +304,7 @@ class StandIns:
             (xmoco.detect.evaluation, "evaluate_detect", self.detectors),
             (xmoco.detect.finding, "detect", self.found),
             (xmoco.embedding, "embed", self.embedded),
+            (xmoco.classifying, "classify", self.classified),
             (xmoco.report.tables, "draw_transfer", lambda asked: [asked["out"]]),
             (xmoco.detect.tables, "draw_detection", lambda asked: [asked["out"]]),
             (xmoco.tables.running, "run_table", self.table),
@@ -333,6 +355,11 @@ class StandIns:
     def embedded(asked: dict[str, Any]) -> Any:
         assert isinstance(asked["options"], xmoco.EvalOptions)
         return xmoco.embedding.Embedded(["1.jpg"], np.zeros((1, 8), dtype=np.float32))
+
+    @staticmethod
+    def classified(_: dict[str, Any]) -> Any:
+        shares = np.full((1, 2), 0.5, dtype=np.float32)
+        return xmoco.classifying.Classified(["1.jpg"], ("cat", "dog"), shares)
 
     @staticmethod
     def transfer_sets(asked: dict[str, Any]) -> list[Any]:

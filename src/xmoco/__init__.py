@@ -9,12 +9,15 @@ The whole public surface::
     criterion = xmoco.XMoCoLoss(feature_size=128)            # the loss, for a loop of your own
     criterion = xmoco.BatchXMoCoLoss()                       # the same over a batch's negatives
     xmoco.evaluate_knn(result.weights, "patterns")           # how good is it?
+    xmoco.evaluate_finetune(result.weights, "pets/", out="runs/pets")  # a classifier
+    xmoco.classify("runs/pets", "photos/")                   # what is in each image?
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from xmoco.classifying import classify as classify
     from xmoco.detect.detector_files import load_detector as load_detector
     from xmoco.detect.evaluation import evaluate_detect as evaluate_detect
     from xmoco.embedding import embed as embed
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from xmoco.evaluate.transform import load_transform as load_transform
     from xmoco.losses import BatchXMoCoLoss as BatchXMoCoLoss
     from xmoco.losses import XMoCoLoss as XMoCoLoss
+    from xmoco.nn.classifiers import load_classifier as load_classifier
     from xmoco.nn.weights import load_backbone as load_backbone
     from xmoco.pretraining import pretrain as pretrain
 
@@ -36,6 +40,7 @@ _WHERE = {
     "EvalOptions": "xmoco.evaluate.evaluation",
     "UserError": "xmoco.errors",
     "XMoCoLoss": "xmoco.losses",
+    "classify": "xmoco.classifying",
     "embed": "xmoco.embedding",
     "evaluate_detect": "xmoco.detect.evaluation",
     "evaluate_finetune": "xmoco.evaluate.classification",
@@ -43,6 +48,7 @@ _WHERE = {
     "evaluate_linear": "xmoco.evaluate.classification",
     "evaluate_transfer": "xmoco.evaluate.transfer",
     "load_backbone": "xmoco.nn.weights",
+    "load_classifier": "xmoco.nn.classifiers",
     "load_detector": "xmoco.detect.detector_files",
     "load_transform": "xmoco.evaluate.transform",
     "pretrain": "xmoco.pretraining",
@@ -53,6 +59,7 @@ __all__ = [
     "EvalOptions",
     "UserError",
     "XMoCoLoss",
+    "classify",
     "embed",
     "evaluate_detect",
     "evaluate_finetune",
@@ -60,6 +67,7 @@ __all__ = [
     "evaluate_linear",
     "evaluate_transfer",
     "load_backbone",
+    "load_classifier",
     "load_detector",
     "load_transform",
     "pretrain",

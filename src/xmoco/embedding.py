@@ -5,15 +5,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from xmoco.data import Unreadable
-from xmoco.data.sources import all_pictures
-from xmoco.errors import UserError
-from xmoco.evaluate.evaluation import EvalOptions, Evaluation, Listener, expect_numbers
-from xmoco.evaluate.features import backbone_features
+from xmoco.evaluate.evaluation import EvalOptions, Evaluation, Listener
 from xmoco.files import write_whole
+from xmoco.pictures import show_pictures
 
 
 @dataclass(frozen=True)
@@ -54,37 +50,16 @@ def embed(
     """
     options = options or EvalOptions()
     options.expect_one_process("embed")
-    pictures, paths = all_pictures(images)
     evaluation = Evaluation.open(weights, options, listener)
-    broken = Unreadable(len(pictures))
-    features = backbone_features(
+    names, vectors = show_pictures(
         evaluation.weights.backbone,
-        pictures,
+        images,
         evaluation.input,
         evaluation.device,
         readers=options.readers,
-        unreadable=broken,
-        on_progress=evaluation.on_progress("pictures"),
+        listener=evaluation.listener,
     )
-    expect_numbers(features)
-    left_out = dict(broken)
-    for where, why in left_out.items():
-        evaluation.listener.say(f"{where} cannot be read ({why}); it was left out.")
-    # Each has the features of another picture.
-    seen = [place for place in range(len(paths)) if pictures.where(place) not in left_out]
-    vectors = features.vectors.cpu()[torch.tensor(seen)]
-    return Embedded([paths[place] for place in seen], vectors.numpy())
-
-
-def free_place(out: Path) -> Path:
-    """A file that can be written, found out before anything is looked at."""
-    if out.exists():
-        raise UserError(f"{out} already exists: remove it or name another file with --out.")
-    if out.suffix != ".npz":  # numpy's own functions would add it
-        raise UserError(f"{out} must end in .npz, as it is a file of numpy.")
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"there is no folder {out.absolute().parent} for {out.name}.")
-    return out
+    return Embedded(names, vectors.numpy())
 
 
 def how_to_load(path: Path) -> str:

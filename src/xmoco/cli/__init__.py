@@ -208,17 +208,55 @@ def embed(
     Images are resized, cropped and normalised as in evaluation.
     """
     from xmoco.embedding import embed as embedded
-    from xmoco.embedding import free_place, how_to_load
+    from xmoco.embedding import how_to_load
     from xmoco.evaluate.evaluation import EvalOptions
+    from xmoco.pictures import expect_free
 
     options = EvalOptions(device, size=size, mean=mean, std=std)
-    file = free_place(out)
+    expect_free(out, ".npz", "a file of NumPy")
     with progress_bars() as listener:
         found = embedded(weights, images, options=options, listener=listener)
-    found.save(file)
+    found.save(out)
     count, length = found.features.shape
     vectors = "1 vector" if count == 1 else f"{count:,} vectors"
-    print_plain(f"{vectors} of {length:,} numbers: {file}\n\n{how_to_load(file)}")
+    print_plain(f"{vectors} of {length:,} numbers: {out}\n\n{how_to_load(out)}")
+
+
+@app.command(
+    epilog="Examples:\n\n"
+    "`xmoco classify runs/cats photo.jpg`\n\n"
+    "`xmoco classify runs/cats ~/photos --out photos.csv --top 3`"
+)
+def classify(
+    weights: Annotated[
+        Path,
+        typer.Argument(
+            help="A run folder of `xmoco evaluate finetune` or `linear`, or its "
+            "classifier.safetensors."
+        ),
+    ],
+    images: Pictures,
+    out: Annotated[
+        Path, typer.Option(help="The CSV file to write, with a line for every image.")
+    ] = Path("classes.csv"),
+    top: Annotated[
+        int, typer.Option(help="How many classes to give for every image, most likely first.")
+    ] = 1,
+    device: Device = "auto",
+) -> None:
+    """Classify images with a classifier trained by `xmoco evaluate finetune` or `linear`."""
+    from xmoco.classifying import check_top
+    from xmoco.classifying import classify as classified
+    from xmoco.pictures import expect_free
+
+    check_top(top)
+    expect_free(out, ".csv", "a table of comma-separated values")
+    with progress_bars() as listener:
+        found = classified(weights, images, device=device, listener=listener)
+    found.save(out, top)
+    counts = ", ".join(f"{name} {count:,}" for name, count in found.counts().items())
+    pictures = "1 picture" if len(found.names) == 1 else f"{len(found.names):,} pictures"
+    print_plain(f"{pictures} ({counts}): {out}")
 
 
 @app.command(

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from xmoco.errors import UserError, nearest
 from xmoco.evaluate.classify import (
     FINETUNE,
     LINEAR,
+    Classifier,
     EpochProtocol,
     train_classifier,
 )
@@ -32,6 +33,7 @@ from xmoco.evaluate.evaluation import (
 )
 from xmoco.evaluate.knn import knn_accuracy, voters
 from xmoco.evaluate.metrics import top_k
+from xmoco.nn.classifiers import FILE, ClassifierCard, save_classifier
 from xmoco.records import Record
 from xmoco.train.engine import on_first
 from xmoco.train.run_folder import RunFolder, plain
@@ -191,6 +193,7 @@ def _classify(
     evaluation.tell_of(RunFolder(folder).unreadable())
 
     def judge() -> list[Record]:
+        _keep(classifier, evaluation, train, seed, folder)
         scores, labels = evaluation.scores(classifier, test)
         records = [
             evaluation.record(
@@ -216,6 +219,23 @@ def _classify(
         return records
 
     return on_first(evaluation.fabric, judge)
+
+
+def _keep(
+    classifier: Classifier, evaluation: Evaluation, train: ImageSet, seed: int, folder: Path
+) -> None:
+    """As a file, which ``load_classifier`` reads."""
+    file = folder / FILE
+    if file.exists():
+        return
+    assert train.classes is not None
+    own, protocol = evaluation.weights.card, classifier.protocol
+    tuned = own.method if protocol.frozen else f"{own.method}, {protocol.name} on {train.name}"
+    shown = evaluation.input.model_dump(include={"size", "eval_size", "mean", "std"})
+    card = ClassifierCard(train.classes, protocol.name, train.name, seed)
+    backbone_card = replace(own, method=tuned, **shown)
+    save_classifier(classifier.backbone, classifier.head, card, backbone_card, file)
+    evaluation.listener.say(f"the classifier is kept in {file}; `xmoco classify` applies it.")
 
 
 def _settings(

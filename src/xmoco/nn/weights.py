@@ -53,6 +53,8 @@ Rgb = tuple[float, float, float]
 PICKLES = (".pth", ".pt", ".tar", ".ckpt", ".bin")
 SCRATCH = "scratch"  # what records call a backbone without any training
 KEPT = "encoder.backbone."  # what a checkpoint of pre-training calls the backbone
+CLASSIFIER = "classifier"  # what a header calls that of the classifier on the backbone
+INSIDE = "backbone."  # what a classifier calls a backbone that is no ResNet
 
 
 @dataclass(frozen=True)
@@ -199,11 +201,23 @@ def _load(weights: str | Path) -> Weights:
         if content.get("format") == FORMAT:
             return _of_run(content, path, notes)
         return _others(content, path)
-    card = _own_card(path)
-    tensors = _read_safetensors(path)
-    if card is None:
+    header = own_header(path)
+    tensors = read_tensors(path)
+    if header is None:
         return _others(tensors, path)
-    return _ours(tensors, card, LoadReport("xmoco", len(tensors)), path)
+    if CLASSIFIER in header:
+        tensors = _without_head(tensors)
+    return _ours(tensors, _card(header, path), LoadReport("xmoco", len(tensors)), path)
+
+
+def _without_head(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a classifier's tensors that are its backbone's: see ``nn/classifiers.py``."""
+    inside = {
+        name.removeprefix(INSIDE): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(INSIDE)
+    }
+    return inside or {k: tensor for k, tensor in tensors.items() if not k.startswith("fc.")}
 
 
 def _ours(
@@ -269,8 +283,8 @@ def read_card(weights: str | Path) -> tuple[BackboneCard, Path]:
     """
     named = named_model(weights)
     path = Path(weights) if named else _weights_file(weights)[0]
-    own = None if named or _is_pickle(path) else _own_card(path)
-    return own or load_weights(path).card, path
+    header = None if named or _is_pickle(path) else own_header(path)
+    return load_weights(path).card if header is None else _card(header, path), path
 
 
 def _weights_file(weights: str | Path) -> tuple[Path, list[str]]:
@@ -288,9 +302,9 @@ def _weights_file(weights: str | Path) -> tuple[Path, list[str]]:
 def _file_of_run(run: Path) -> tuple[Path, list[str]]:
     """The weights of a finished run, the last whole checkpoint of any other."""
     path = run / "backbone.safetensors"
-    detector = run / "detector.safetensors"  # of which the backbone is a part
-    if not path.is_file() and detector.is_file():
-        return detector, []
+    for whole in ("detector.safetensors", "classifier.safetensors"):  # the backbone is a part of it
+        if not path.is_file() and (run / whole).is_file():
+            return run / whole, []
     if path.is_file() or not (run / "config.yaml").is_file():
         return path, []
     checkpoint, notes = Checkpoints(run / "checkpoints").newest_whole()
@@ -311,8 +325,8 @@ def _is_pickle(path: Path) -> bool:
     return head.startswith((b"PK", b"\x80")) or path.suffix.lower() in PICKLES
 
 
-def _own_card(path: Path) -> BackboneCard | None:
-    """The card in a safetensors file, or None if xmoco did not write it."""
+def own_header(path: Path) -> dict[str, Any] | None:
+    """What stands in the header of a safetensors file, or None if xmoco did not write it."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
@@ -326,7 +340,7 @@ def _own_card(path: Path) -> BackboneCard | None:
         content = None
     if not isinstance(content, dict) or "backbone" not in content:
         raise UserError(f"{path} does not say which backbone it holds: xmoco did not write it.")
-    return _card(content, path)
+    return content
 
 
 class _Header(InputConfig):
@@ -344,13 +358,13 @@ def _card(content: dict[str, Any], path: Path) -> BackboneCard:
     if "judged_size" in content:  # as files before version 0.2 call it
         content["eval_size"] = content.pop("judged_size")
     known = {field.name for field in fields(BackboneCard)}
-    if unknown := [name for name in content if name not in known]:
+    if unknown := [name for name in content if name not in {*known, CLASSIFIER}]:
         field = printable(unknown[0][:80])
         raise UserError(
             f"{path} was written by a newer xmoco (it has a field {field}): upgrade xmoco."
         )
     try:
-        header = _Header.model_validate(content)
+        header = _Header.model_validate({k: v for k, v in content.items() if k != CLASSIFIER})
         missing = known - header.model_fields_set - {"eval_size", "started_from"}
     except ValidationError as error:
         first = error.errors()[0]
@@ -368,7 +382,7 @@ def _card(content: dict[str, Any], path: Path) -> BackboneCard:
     return BackboneCard(**{name: getattr(header, name) for name in known})
 
 
-def _read_safetensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except Exception:  # as above

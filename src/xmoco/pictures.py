@@ -1,0 +1,63 @@
+"""Every picture of a folder or an archive, shown to a network."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from xmoco.config import InputConfig
+from xmoco.data import Unreadable
+from xmoco.data.sources import all_pictures
+from xmoco.errors import UserError
+from xmoco.evaluate.evaluation import Listener, expect_numbers
+from xmoco.evaluate.features import backbone_features
+
+
+class Seen(NamedTuple):
+    names: list[str]
+    """Paths in the folder or the archive."""
+    vectors: Tensor
+    """float32 (pictures, length), on the CPU."""
+
+
+def show_pictures(
+    network: nn.Module,
+    images: str | Path,
+    input: InputConfig,
+    device: torch.device,
+    *,
+    readers: int = 8,
+    listener: Listener | None = None,
+) -> Seen:
+    """What a network makes of central views. A picture that cannot be read is left out, and the
+    listener told."""
+    listener = listener or Listener()
+    pictures, paths = all_pictures(images)
+    broken = Unreadable(len(pictures))
+    found = backbone_features(
+        network,
+        pictures,
+        input,
+        device,
+        readers=readers,
+        unreadable=broken,
+        on_progress=lambda done, total: listener.progress("pictures", done, total),
+    )
+    expect_numbers(found)
+    left_out = dict(broken)
+    for where, why in left_out.items():
+        listener.say(f"{where} cannot be read ({why}); it was left out.")
+    # Each has what another picture was made of.
+    seen = [place for place in range(len(paths)) if pictures.where(place) not in left_out]
+    return Seen([paths[place] for place in seen], found.vectors.cpu()[torch.tensor(seen)])
+
+
+def expect_free(out: Path, ending: str, kind: str) -> None:
+    """Whether a file can be written is found out before anything is looked at."""
+    if out.exists():
+        raise UserError(f"{out} already exists: remove it or name another file with --out.")
+    if out.suffix != ending:
+        raise UserError(f"{out} must end in {ending}, as it is {kind}.")
+    if not out.absolute().parent.is_dir():
+        raise UserError(f"there is no folder {out.absolute().parent} for {out.name}.")
