@@ -245,7 +245,7 @@ def _without_others(config: Config) -> Config:
 def _images_per_second(config: Config, device: torch.device, count: int) -> float:
     task = build_method(config)
     noise = _noise_set(count)
-    task.meet(noise)
+    task.prepare_for(noise)
     task.optimize_for(device)
     task.to(device).to(memory_format=torch.channels_last)
     values, bf16 = ScheduledValues(task.schedules()), in_bf16(config.run, device.type)

@@ -49,7 +49,7 @@ def show_plan(
     assert images is not None
     method = build_method(here)
     start = start_from_weights(method, config)
-    method.meet(images)
+    method.prepare_for(images)
     warnings = (f"warning: {warning}" for warning in start.warnings)
     for line in (*about(here, method, images, fabric), *warnings):
         say(console, line)

@@ -147,7 +147,7 @@ def _run(
     start = Start(started_from) if begun else start_from_weights(method, config, started_from)
     images, test = open_images(config.data, "train"), open_images(config.data, "test")
     assert images is not None
-    method.meet(images)
+    method.prepare_for(images)
     broken = Unreadable(0 if test is None else len(test))
     with console.status(Text(f"reading {images.name}")):
         known = RunFolder(path).known_unreadable(Unreadable(len(images)).limit)
@@ -227,7 +227,7 @@ def prepare_training(
     method, batches = _built(here, build), _batches(config, fabric, images)
     if not run.checkpoints.paths():
         start_from_weights(method, config)
-    method.meet(images)
+    method.prepare_for(images)
     plan = _plan(config, batches.steps_per_epoch)
     return Training(
         plan, fabric, method, batches, run, identity or {}, same_identity, resume_command

@@ -379,7 +379,7 @@ def test_a_look_on_a_gpu_is_that_of_a_cpu(
 def test_a_look_spares_cudnn_its_search(monkeypatch: pytest.MonkeyPatch) -> None:
     config = configured()
     method, searched = build_method(config), set()
-    method.meet(pictures())
+    method.prepare_for(pictures())
     backbone = method.encoder.backbone
     backbone.register_forward_hook(lambda *_: searched.add(torch.backends.cudnn.benchmark))
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)

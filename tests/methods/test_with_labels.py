@@ -56,7 +56,7 @@ def test_its_backbone_is_the_ordinary_one() -> None:
 def test_labels_may_be_several() -> None:
     labels = torch.tensor([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]]).bool()
     method = new(SupervisedConfig())
-    method.meet(pictures(4, labels, "a", "b", "c"))
+    method.prepare_for(pictures(4, labels, "a", "b", "c"))
     view = torch.randn(4, 3, 8, 8)
     assert isinstance(method, Supervised)
     scores = method.classifier(copy.deepcopy(method.encoder)(view))
@@ -74,13 +74,13 @@ def test_labels_may_be_several() -> None:
 )
 def test_images_that_teach_nothing_are_refused(images: ArrayImages, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        new(SupervisedConfig()).meet(images)
+        new(SupervisedConfig()).prepare_for(images)
 
 
 def test_other_methods_take_any_images() -> None:
     for name, settings in METHODS.items():
         if name != "supervised":
-            build_method(Config(model=PLAIN, method=settings)).meet(pictures())
+            build_method(Config(model=PLAIN, method=settings)).prepare_for(pictures())
 
 
 @pytest.mark.parametrize(("name", "beside"), [("supervised", [1, 0]), ("instdisc", [4, 2])])

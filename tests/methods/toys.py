@@ -89,7 +89,7 @@ IMAGES = ArrayImages(
 def built(settings: MethodConfig, model: ModelConfig = TINY_SPLIT, seed: int = 0) -> Method:
     torch.manual_seed(seed)
     method = build_method(Config(model=model, method=settings))
-    method.meet(IMAGES)
+    method.prepare_for(IMAGES)
     return method
 
 

@@ -113,7 +113,7 @@ class Method(Task):
         """Take over the weights of a backbone of the same architecture."""
         self.encoder.backbone.load_state_dict(backbone.state_dict())
 
-    def meet(self, images: ImageSet) -> None:
+    def prepare_for(self, images: ImageSet) -> None:
         """Told once, before training, which images are to be learned from: what depends on them (a
         classifier's classes, a slot for every image) is made here. Images that do not suit are a
         ``UserError``."""

@@ -39,7 +39,7 @@ class InstDisc(Method):
     def schedules(self) -> Mapping[str, Schedule]:
         return ideas_schedules(self.settings)
 
-    def meet(self, images: ImageSet) -> None:
+    def prepare_for(self, images: ImageSet) -> None:
         self.slots = Slots(len(images), self.slots.rows.shape[1])
 
     def beside_views(self, batch: Batch) -> list[Tensor]:

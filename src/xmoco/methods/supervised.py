@@ -41,7 +41,7 @@ class Supervised(Method):
     def view_groups(config: Config) -> tuple[ViewGroup, ...]:
         return (ViewGroup(("view",), config.views, config.input),)
 
-    def meet(self, images: ImageSet) -> None:
+    def prepare_for(self, images: ImageSet) -> None:
         if images.classes is None or images.labels is None:
             raise UserError(
                 f"{images.name} has no labels, from which method=supervised learns: put images "
