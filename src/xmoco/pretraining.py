@@ -21,7 +21,7 @@ from xmoco.data.sources import source_name
 from xmoco.data.subset import at_most
 from xmoco.errors import UserError
 from xmoco.evaluate.monitor import Monitor
-from xmoco.evaluate.similarities import Similarities
+from xmoco.evaluate.similarities import NegativesMonitor
 from xmoco.fabric import Fabric
 from xmoco.launchers import launcher
 from xmoco.methods import Method, build_method
@@ -423,7 +423,7 @@ def draw_report(config: Config, training: Training, method: Method, monitor: Mon
         views_png=picture_views(monitor.train, method.views, config.train.seed, monitor.device),
         neighbours_png=picture_neighbours(monitor, backbone),
         negatives_png=picture_negatives(
-            Similarities(config, monitor.work, monitor.train, monitor.device), method
+            NegativesMonitor(config, monitor.work, monitor.train, monitor.device), method
         ),
         summary={"Training time": f"{training.seconds:,.0f} s, kNN included"},
     )

@@ -8,7 +8,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from xmoco.config import Config
 from xmoco.evaluate.monitor import Monitor
-from xmoco.evaluate.similarities import Similarities
+from xmoco.evaluate.similarities import NegativesMonitor
 from xmoco.methods import Method
 from xmoco.records import Record
 from xmoco.train.loop import Callback, Training
@@ -53,7 +53,7 @@ class RunLogger(Judge):
         super().__init__(training, method, monitor)
         self.config = config
         self.method = method
-        self.similarities = Similarities(config, monitor.work, monitor.train, monitor.device)
+        self.similarities = NegativesMonitor(config, monitor.work, monitor.train, monitor.device)
         self.run = run
         self.progress = Progress(
             title=f"{method.title} · {monitor.train.name} · {config.model.backbone}",

@@ -19,7 +19,7 @@ from xmoco.evaluate.similarities import (
     FEWEST_IMAGES,
     MOST_IMAGES,
     Look,
-    Similarities,
+    NegativesMonitor,
     epochs_between,
     measures,
     sample_size,
@@ -54,8 +54,8 @@ def configured(*changes: str) -> Config:
     return load_config(None, [*SMALL, *changes])
 
 
-def similarities(config: Config, images: ArrayImages | None = None) -> Similarities:
-    return Similarities(config, "work", images or pictures(), CPU)
+def similarities(config: Config, images: ArrayImages | None = None) -> NegativesMonitor:
+    return NegativesMonitor(config, "work", images or pictures(), CPU)
 
 
 def built(config: Config) -> Method:
@@ -68,7 +68,9 @@ def built(config: Config) -> Method:
     return method
 
 
-def looked(*changes: str, images: ArrayImages | None = None) -> tuple[Look, Method, Similarities]:
+def looked(
+    *changes: str, images: ArrayImages | None = None
+) -> tuple[Look, Method, NegativesMonitor]:
     config = configured("bank_length=24", *changes)
     method, looking = built(config), similarities(config, images)
     look = looking.look(method)
@@ -364,7 +366,7 @@ def test_a_look_on_a_gpu_is_that_of_a_cpu(
     for _ in range(3):
         training.advance(stream)
     assert isinstance(training.task, Method)
-    here = Similarities(config, "work", pictures(), torch.device("cuda")).look(training.task)
+    here = NegativesMonitor(config, "work", pictures(), torch.device("cuda")).look(training.task)
     elsewhere = build_method(config)
     elsewhere.load_state_dict(training.task.state_dict())
     there = similarities(config).look(elsewhere)

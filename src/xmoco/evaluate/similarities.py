@@ -65,7 +65,7 @@ class Look(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Similarities:
+class NegativesMonitor:
     """Looks at a method now and then."""
 
     config: Config

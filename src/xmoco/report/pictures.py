@@ -10,7 +10,7 @@ from xmoco.data import ImageSet, at_positions
 from xmoco.data.subset import some_positions
 from xmoco.data.views import ViewGroup, central, views_of
 from xmoco.evaluate.monitor import Monitor
-from xmoco.evaluate.similarities import Similarities, strongest
+from xmoco.evaluate.similarities import NegativesMonitor, strongest
 from xmoco.methods import Method
 from xmoco.report.sheets import neighbours_sheet, views_sheet
 
@@ -63,7 +63,7 @@ def picture_neighbours(monitor: Monitor, backbone: nn.Module) -> bytes | None:
     )
 
 
-def picture_negatives(similarities: Similarities, method: Method) -> bytes | None:
+def picture_negatives(similarities: NegativesMonitor, method: Method) -> bytes | None:
     """Some images with the negatives that received most of their label, or of their similarity."""
     look = similarities.look(method) if similarities.config.monitor.knn_every else None
     if look is None:
