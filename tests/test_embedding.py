@@ -102,11 +102,17 @@ def test_what_cannot_be_read_is_left_out_and_told(weights: Path, tmp_path: Path)
     torch.testing.assert_close(
         torch.from_numpy(features[eighth])[None], expected, rtol=1e-3, atol=1e-3
     )
-    for number in range(10, 13):
-        (folder / f"{number:03}.png").write_bytes(b"no image")
-    outcome = run_cli("embed", weights, folder, "--out", tmp_path / "other.npz")
-    assert_refused(outcome, "cannot be read, which is more than 1 %")
-    assert not (tmp_path / "other.npz").exists()
+
+
+def test_of_some_pictures_all_but_one_may_be_unreadable(weights: Path, tmp_path: Path) -> None:
+    """Nothing takes their place."""
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.png").write_bytes(b"no image")
+    draw(tmp_path / "d.png", 0)
+    assert xmoco.embed(weights, tmp_path, options=CPU).names == ["d.png"]
+    (tmp_path / "d.png").write_bytes(b"no image")
+    with pytest.raises(xmoco.UserError, match=r"4 of 4 images cannot be read"):
+        xmoco.embed(weights, tmp_path, options=CPU)
 
 
 def test_mistakes(weights: Path, photos: Path, tmp_path: Path) -> None:

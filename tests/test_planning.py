@@ -106,6 +106,51 @@ def test_auto_takes_what_weights_to_start_from_leave_no_choice_of(
     )
 
 
+@pytest.mark.parametrize("name", ["timm:test_vit", "timm:test_resnet"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_models_of_timm_are_shown_images_of_their_own_size(
+    name: str,
+    device: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("timm")
+    measured = []
+
+    def measure(config: Config, *_: Any) -> float:
+        measured.append((config.model.backbone, config.input.size))
+        return 1.0  # so slow that smaller views would be tried
+
+    monkeypatch.setattr("xmoco.planning.images_per_second", measure)
+    monkeypatch.setattr("xmoco.planning.look_at", lambda *_: Situation(9_469, 128, device, 1))
+    weights, images = tmp_path / "theirs.safetensors", make_images(tmp_path / "photos", each=40)
+    grey = (0.5, 0.5, 0.5)
+    card = BackboneCard(name, "imagenet", 160, grey, grey, method="theirs", epochs=1, seed=0)
+    save_backbone(build_backbone(name, size=160), card, weights)
+    config = show_plan(data=images, weights=weights, overrides=["device=cpu", "batch=20"])
+    assert (config.model.backbone, config.input.size, config.input.central_size) == (name, 160, 160)
+    assert config.method.model_dump()["local_crops"] == 0
+    assert capsys.readouterr().out.count("local_crops=0") == 1
+    assert len(measured) == (2 if device == "cpu" else 1)  # to choose and to forecast
+
+
+def test_smaller_views_are_tried_of_weights_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+
+    def measure(config: Config, *_: Any) -> float:
+        sizes.append(config.input.size)
+        return 100.0 if config.input.size == 32 else 1.0
+
+    monkeypatch.setattr("xmoco.planning.images_per_second", measure)
+    images = make_images(tmp_path / "photos", each=40, side=70)
+    config = show_plan(data=images, weights="scratch:tiny", overrides=["device=cpu"])
+    assert (config.model.backbone, config.input.size) == ("tiny", 32)
+    assert sizes == [64, 32, 32]  # what the images allow, less, and the forecast
+
+
 def test_a_plan_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     config = show_plan("demo", overrides=["device=cpu", "epochs=2"])
     said = capsys.readouterr().out

@@ -48,7 +48,7 @@ from xmoco.evaluate.classify import LINEAR
 from xmoco.evaluate.grid import GRIDS
 from xmoco.evaluate.logistic import STRENGTHS
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.classifiers import ClassifierCard, save_classifier
+from xmoco.nn.classifier_files import ClassifierCard, save_classifier
 from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.planning import AUTO_BASE
 from xmoco.records import KnnProtocol, Measured, Record, read_records
@@ -181,7 +181,7 @@ def test_classifiers_are_used_as_shown(
     Path("runs/cats").mkdir(parents=True)
     grey = (0.5, 0.5, 0.5)
     card = BackboneCard("tiny", "imagenet", 64, grey, grey, "xmoco", 1, 0)
-    own = ClassifierCard(("cat", "dog"), "fine-tune", "pictures", 0)
+    own = ClassifierCard(classes=("cat", "dog"), protocol="fine-tune", data="pictures", seed=0)
     file = Path("runs/cats/classifier.safetensors")
     save_classifier(build_backbone("tiny"), torch.nn.Linear(128, 2), own, card, file)
     Image.new("RGB", (60, 40), "grey").save("photo.jpg")

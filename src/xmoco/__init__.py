@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from xmoco.evaluate.transform import load_transform as load_transform
     from xmoco.losses import BatchXMoCoLoss as BatchXMoCoLoss
     from xmoco.losses import XMoCoLoss as XMoCoLoss
-    from xmoco.nn.classifiers import load_classifier as load_classifier
+    from xmoco.nn.classifier_files import load_classifier as load_classifier
     from xmoco.nn.weights import load_backbone as load_backbone
     from xmoco.pretraining import pretrain as pretrain
 
@@ -48,7 +48,7 @@ _WHERE = {
     "evaluate_linear": "xmoco.evaluate.classification",
     "evaluate_transfer": "xmoco.evaluate.transfer",
     "load_backbone": "xmoco.nn.weights",
-    "load_classifier": "xmoco.nn.classifiers",
+    "load_classifier": "xmoco.nn.classifier_files",
     "load_detector": "xmoco.detect.detector_files",
     "load_transform": "xmoco.evaluate.transform",
     "pretrain": "xmoco.pretraining",

@@ -20,6 +20,7 @@ from xmoco.data.imagesets import ArrayImages, ImageSet
 from xmoco.data.streaming import Batch, sent
 from xmoco.distributed import alone
 from xmoco.methods import build_method
+from xmoco.nn.architectures import timm_name
 from xmoco.nn.weights import BackboneCard
 from xmoco.schedules import Clock, ScheduledValues
 from xmoco.train.engine import in_bf16
@@ -32,6 +33,8 @@ FEWEST_EPOCHS = 50
 """On a CPU: a network that could not see the images as often is too large for it."""
 MOST_EPOCHS = 400
 """On a CPU."""
+OF_WEIGHTS = "that of the weights"
+NOT_EVERY_MODEL = "not every model of timm takes views of two sizes"
 OWN_SIZES = {"cifar10": 32, "imagenette": 96}
 """Of views by the recipes for few images."""
 STEPS = 30_000
@@ -94,7 +97,7 @@ def choose(situation: Situation, speed: Speed, start: BackboneCard | None = None
 def _for_gpu(situation: Situation, start: BackboneCard | None) -> AutoRecipe:
     images, side = situation.images, situation.short_side
     many = images >= 100_000
-    size = _size(side, 224 if many else 96)
+    size = _fixed_size(start) or _size(side, 224 if many else 96)
     base = "cifar10" if size <= 48 else "imagenet" if many else "imagenette"
     backbone = "resnet50" if many and size > 48 else "resnet18"
     batch = _batch(512 if images >= 500_000 else min(256, max(32, images // 64)), situation)
@@ -103,8 +106,8 @@ def _for_gpu(situation: Situation, start: BackboneCard | None) -> AutoRecipe:
     return AutoRecipe(
         base,
         (
-            Choice("size", size, _about_size(side, size, "cost more than so few images teach")),
-            *_judged_at(base, size),
+            *_views(base, side, size, "cost more than so few images teach", start),
+            *(_small_views(base, NOT_EVERY_MODEL) if _fixed_size(start) else ()),
             *_network(backbone, f"{images:,} images suit a network of this size", start),
             Choice("batch", batch, _per_epoch(steps)),
             _bank(images),
@@ -121,8 +124,8 @@ def _for_cpu(situation: Situation, speed: Speed, start: BackboneCard | None) -> 
     candidates = [("resnet18", 96), ("resnet18", 64), ("tiny", 64), ("tiny", 32)]
     if start is not None:
         candidates = [(start.backbone, most) for most in (96, 64, 32)]
-    for backbone, most in candidates:
-        size = _size(side, most)
+    sized = ((backbone, _fixed_size(start) or _size(side, most)) for backbone, most in candidates)
+    for backbone, size in dict.fromkeys(sized):
         base = "cifar10" if size <= 48 else "imagenette"
         network = {choice.setting: choice.value for choice in _network(backbone, "", start)}
         fast = speed(base, {**network, "size": size, "batch": batch, "local_crops": 0})
@@ -133,9 +136,8 @@ def _for_cpu(situation: Situation, speed: Speed, start: BackboneCard | None) -> 
     return AutoRecipe(
         base,
         (
-            Choice("size", size, _about_size(side, size, "would take too long on a CPU")),
-            *_judged_at(base, size),
-            *_small_views(base),
+            *_views(base, side, size, "would take too long on a CPU", start),
+            *_small_views(base, "on a CPU, small views would leave time for fewer epochs"),
             *_network(backbone, _about_speed(fast, situation.processes), start),
             Choice("batch", batch, _per_epoch(steps)),
             _bank(images),
@@ -149,7 +151,23 @@ def _network(backbone: str, reason: str, start: BackboneCard | None) -> Sequence
     if start is None:
         return (Choice("backbone", backbone, reason),)
     own = ("backbone", "stem", "mean", "std")
-    return tuple(Choice(name, getattr(start, name), "that of the weights") for name in own)
+    return tuple(Choice(name, getattr(start, name), OF_WEIGHTS) for name in own)
+
+
+def _fixed_size(start: BackboneCard | None) -> int | None:
+    """Of models of timm, such as transformers, many take images of one size only."""
+    return start.size if start is not None and timm_name(start.backbone) else None
+
+
+def _views(
+    base: str, side: int, size: int, larger: str, start: BackboneCard | None
+) -> Sequence[Choice]:
+    if start is None or _fixed_size(start) is None:
+        return (Choice("size", size, _about_size(side, size, larger)), *_judged_at(base, size))
+    return (
+        Choice("size", size, OF_WEIGHTS),
+        Choice("eval_size", start.eval_size, OF_WEIGHTS),
+    )
 
 
 def _size(side: int, most: int) -> int:
@@ -166,11 +184,9 @@ def _judged_at(base: str, size: int) -> Sequence[Choice]:
     return (Choice("eval_size", larger, "crops show things larger than whole images do"),)
 
 
-def _small_views(base: str) -> Sequence[Choice]:
-    """On a CPU."""
-    if base == "cifar10":  # which has none
-        return ()
-    return (Choice("local_crops", 0, "on a CPU, small views would leave time for fewer epochs"),)
+def _small_views(base: str, why_none: str) -> Sequence[Choice]:
+    """Only one recipe has any."""
+    return (Choice("local_crops", 0, why_none),) if base == "imagenette" else ()
 
 
 def _about_size(side: int, size: int, larger: str) -> str:

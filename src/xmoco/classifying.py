@@ -14,12 +14,13 @@ from numpy.typing import NDArray
 from xmoco.errors import UserError
 from xmoco.evaluate.evaluation import Listener
 from xmoco.files import write_whole
-from xmoco.nn.classifiers import read_classifier
+from xmoco.nn.classifier_files import read_classifier
 from xmoco.pictures import show_pictures
-from xmoco.text import printable
 from xmoco.train.engine import choose_device
 
 COLUMNS = "class", "probability"
+MOST_TOLD = 10
+"""Classes whose pictures are counted on the screen."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,17 @@ class Classified:
 
     def best(self, top: int = 1) -> Iterator[list[tuple[str, float]]]:
         """Of every picture the most likely classes, the first one first."""
+        check_top(top)
         order = np.argsort(-self.probabilities, axis=1, kind="stable")[:, :top]
         for row, places in zip(self.probabilities, order, strict=True):
             yield [(self.classes[place], float(row[place])) for place in places]
 
-    def counts(self) -> dict[str, int]:
-        """How many pictures are of each class that any is of, the most frequent first."""
-        return dict(Counter(best[0][0] for best in self.best()).most_common())
+    def counted(self) -> str:
+        """How many pictures are of which class, in words."""
+        counts = Counter(best[0][0] for best in self.best()).most_common()
+        told = [f"{name}: {count:,}" for name, count in counts[:MOST_TOLD]]
+        more = [f"{len(counts) - MOST_TOLD} more classes"] if len(counts) > MOST_TOLD else []
+        return "; ".join([*told, *more])
 
     def save(self, path: str | Path, top: int = 1) -> None:
         """As a table with a line for every picture."""
@@ -50,8 +55,8 @@ class Classified:
         writer.writerow(["image", *(f"{what}{r}" for r in ranks for what in COLUMNS)])
         for name, best in zip(self.names, self.best(top), strict=True):
             cells = (cell for kind, share in best for cell in (kind, f"{share:.4f}"))
-            writer.writerow([printable(name), *cells])
-        write_whole(Path(path), text.getvalue().encode())
+            writer.writerow([name, *cells])
+        write_whole(Path(path), text.getvalue().encode(errors="surrogateescape"))  # as on the disk
 
 
 def classify(
@@ -77,4 +82,4 @@ def classify(
 
 def check_top(top: int) -> None:
     if top < 1:
-        raise UserError(f"--top {top} is too few: give at least 1.")
+        raise UserError(f"{top} classes are too few: give at least 1.")

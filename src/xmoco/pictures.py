@@ -1,5 +1,6 @@
 """Every picture of a folder or an archive, shown to a network."""
 
+import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ def show_pictures(
     listener told."""
     listener = listener or Listener()
     pictures, paths = all_pictures(images)
-    broken = Unreadable(len(pictures))
+    broken = Unreadable(len(pictures), left_out=True)
     found = backbone_features(
         network,
         pictures,
@@ -55,9 +56,12 @@ def show_pictures(
 
 def expect_free(out: Path, ending: str, kind: str) -> None:
     """Whether a file can be written is found out before anything is looked at."""
+    parent = out.absolute().parent
     if out.exists():
         raise UserError(f"{out} already exists: remove it or name another file with --out.")
     if out.suffix != ending:
         raise UserError(f"{out} must end in {ending}, as it is {kind}.")
-    if not out.absolute().parent.is_dir():
-        raise UserError(f"there is no folder {out.absolute().parent} for {out.name}.")
+    if not parent.is_dir():
+        raise UserError(f"there is no folder {parent} for {out.name}.")
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"{out.name} cannot be written to {parent}.")

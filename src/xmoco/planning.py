@@ -21,7 +21,7 @@ from xmoco.errors import UserError
 from xmoco.fabric import Fabric
 from xmoco.methods import Method, build_method, method_class
 from xmoco.nn.encoding import describe_batch_norm, resolve_batch_norm
-from xmoco.nn.weights import load_weights, named_model
+from xmoco.nn.weights import named_model, read_card
 from xmoco.settings import load_config, value_of
 from xmoco.starting_weights import start_from_weights
 from xmoco.text import printable
@@ -83,7 +83,7 @@ def chosen_config(asked: Asked, fabric: Fabric, console: Console) -> Config:
         with console.status(Text(f"looking at {images.name}")):
             situation = look_at(images, fabric.device.type, fabric.world_size)
             weights = config.model.weights
-            start = None if weights is None else load_weights(weights).card
+            start = None if weights is None else read_card(weights)[0]
             return choose(situation, speed, start)
 
     chosen = on_first(fabric, lambda: choose_for(images))

@@ -254,9 +254,8 @@ def classify(
     with progress_bars() as listener:
         found = classified(weights, images, device=device, listener=listener)
     found.save(out, top)
-    counts = ", ".join(f"{name} {count:,}" for name, count in found.counts().items())
-    pictures = "1 picture" if len(found.names) == 1 else f"{len(found.names):,} pictures"
-    print_plain(f"{pictures} ({counts}): {out}")
+    counted = "1 image" if len(found.names) == 1 else f"{len(found.names):,} images"
+    print_plain(f"{counted} ({found.counted()}), written to {out}")
 
 
 @app.command(

@@ -119,6 +119,11 @@ def open_splits(data: DataConfig) -> dict[str, ImageSet]:
 def all_pictures(source: str | Path) -> tuple[EncodedImages, list[str]]:
     """A picture, or all of a folder or an archive, whatever their folders mean; and their paths in
     it."""
+    if not is_path(str(source)) or is_distant(str(source)):
+        raise UserError(
+            f"{printable(str(source))} is no image, folder or archive: sets known by name, shards "
+            "and addresses are not taken here."
+        )
     path = existing_path(str(source))
     if path.is_file() and ends_in(path.name, IMAGE_EXTENSIONS):
         tree: Tree = FolderTree(path.parent)

@@ -17,12 +17,15 @@ class TooManyUnreadable(UserError):  # noqa: N818
 class Unreadable:
     """The images that could not be read, in the order they were met; too many of them is an error.
 
-    ``known`` are those of an earlier part of the same run.
+    ``known`` are those of an earlier part of the same run. Where they are left out, and no others
+    put in their place, all but one may be unreadable.
     """
 
-    def __init__(self, images: int, known: Iterable[tuple[str, str]] = ()) -> None:
+    def __init__(
+        self, images: int, known: Iterable[tuple[str, str]] = (), *, left_out: bool = False
+    ) -> None:
         self.images = images
-        self.limit = images // 100
+        self.limit = images - 1 if left_out else images // 100
         self._why = dict(known)
 
     def add(self, where: str, why: str) -> None:

@@ -13,10 +13,9 @@ from xmoco.detect.models import DESIGNS, build_detector
 from xmoco.errors import UserError
 from xmoco.files import write_whole
 from xmoco.nn.backbones import build_backbone
+from xmoco.nn.weights import DETECTOR
 
 FILE = "detector.safetensors"
-KEY = "xmoco-detector"
-
 Rgb = tuple[float, float, float]
 
 
@@ -58,7 +57,7 @@ def save_detector(detector: nn.Module, card: DetectorCard, path: Path) -> None:
     tensors = {
         name: value.detach().cpu().contiguous() for name, value in detector.state_dict().items()
     }
-    write_whole(path, save(tensors, metadata={KEY: card.as_json()}))
+    write_whole(path, save(tensors, metadata={DETECTOR: card.as_json()}))
 
 
 def load_detector(weights: str | Path) -> nn.Module:
@@ -92,7 +91,7 @@ def read_detector(weights: str | Path) -> tuple[nn.Module, DetectorCard]:
 def _card(path: Path) -> DetectorCard:
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            told = (file.metadata() or {}).get(KEY)
+            told = (file.metadata() or {}).get(DETECTOR)
     except (OSError, safetensors.SafetensorError):
         raise UserError(f"{path} is damaged or no safetensors file.") from None
     if told is None:

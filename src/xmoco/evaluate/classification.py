@@ -33,8 +33,11 @@ from xmoco.evaluate.evaluation import (
 )
 from xmoco.evaluate.knn import knn_accuracy, voters
 from xmoco.evaluate.metrics import top_k
-from xmoco.nn.classifiers import FILE, ClassifierCard, save_classifier
+from xmoco.nn.architectures import timm_name
+from xmoco.nn.classifier_files import FILE, ClassifierCard, save_classifier
+from xmoco.nn.weights import LONGEST_METHOD
 from xmoco.records import Record
+from xmoco.text import printable
 from xmoco.train.engine import on_first
 from xmoco.train.run_folder import RunFolder, plain
 
@@ -224,18 +227,33 @@ def _classify(
 def _keep(
     classifier: Classifier, evaluation: Evaluation, train: ImageSet, seed: int, folder: Path
 ) -> None:
-    """As a file, which ``load_classifier`` reads."""
-    file = folder / FILE
-    if file.exists():
-        return
-    assert train.classes is not None
-    own, protocol = evaluation.weights.card, classifier.protocol
+    """As a file, which ``load_classifier`` reads; written anew, as it may be judged at another
+    size now."""
+    file, own, input = folder / FILE, evaluation.weights.card, evaluation.input
+    protocol = classifier.protocol
     tuned = own.method if protocol.frozen else f"{own.method}, {protocol.name} on {train.name}"
-    shown = evaluation.input.model_dump(include={"size", "eval_size", "mean", "std"})
-    card = ClassifierCard(train.classes, protocol.name, train.name, seed)
-    backbone_card = replace(own, method=tuned, **shown)
-    save_classifier(classifier.backbone, classifier.head, card, backbone_card, file)
-    evaluation.listener.say(f"the classifier is kept in {file}; `xmoco classify` applies it.")
+    # What a transformer knows of places is of the size it was built for.
+    size = own.size if timm_name(own.backbone) else input.size
+    backbone_card = replace(
+        own,
+        method=printable(tuned)[:LONGEST_METHOD],
+        size=size,
+        eval_size=None if input.central_size == size else input.central_size,
+        mean=input.mean,
+        std=input.std,
+    )
+    try:
+        card = ClassifierCard(
+            classes=tuple(map(printable, train.classes or ())),
+            protocol=protocol.name,
+            data=printable(train.name),
+            seed=seed,
+        )
+        save_classifier(classifier.backbone, classifier.head, card, backbone_card, file)
+    except UserError as error:
+        evaluation.listener.say(f"the classifier cannot be kept as a file: {error}")
+    else:
+        evaluation.listener.say(f"the classifier is kept in {file}; `xmoco classify` applies it.")
 
 
 def _settings(

@@ -52,7 +52,12 @@ Rgb = tuple[float, float, float]
 
 PICKLES = (".pth", ".pt", ".tar", ".ckpt", ".bin")
 SCRATCH = "scratch"  # what records call a backbone without any training
+WHOLE = "backbone.safetensors", "detector.safetensors", "classifier.safetensors"
+"""What runs leave behind; the backbone is a part of the others."""
 KEPT = "encoder.backbone."  # what a checkpoint of pre-training calls the backbone
+LONGEST_METHOD = 1000
+BACKBONE, DETECTOR = "xmoco", "xmoco-detector"
+"""Where the header of a file tells of it."""
 CLASSIFIER = "classifier"  # what a header calls that of the classifier on the backbone
 INSIDE = "backbone."  # what a classifier calls a backbone that is no ResNet
 
@@ -113,7 +118,7 @@ def weights_name(weights: str | Path | None) -> str | None:
     if weights is None or named_model(weights):
         return None if weights is None else str(weights)
     path = Path(weights).absolute()
-    if path.name == "backbone.safetensors" or path.parent.name == "checkpoints":  # of a run
+    if path.name in WHOLE or path.parent.name == "checkpoints":  # of a run
         run = path.parents[1] if path.parent.name == "checkpoints" else path.parent
         return run.name or path.name
     return path.name or str(path)
@@ -128,7 +133,7 @@ def save_backbone(backbone: nn.Module, card: BackboneCard, path: Path) -> None:
     tensors = {
         name: value.detach().cpu().contiguous() for name, value in backbone.state_dict().items()
     }
-    header = {"xmoco": card.as_json()}  # one entry: several have no fixed order
+    header = {BACKBONE: card.as_json()}  # one entry: several have no fixed order
     write_whole(path, save(tensors, metadata=header))
 
 
@@ -204,14 +209,36 @@ def _load(weights: str | Path) -> Weights:
     header = own_header(path)
     tensors = read_tensors(path)
     if header is None:
-        return _others(tensors, path)
+        return _of_detector(_others(tensors, path), path)
     if CLASSIFIER in header:
         tensors = _without_head(tensors)
     return _ours(tensors, _card(header, path), LoadReport("xmoco", len(tensors)), path)
 
 
+def _of_detector(found: Weights, path: Path) -> Weights:
+    """With what the header of one of our detectors tells of its backbone, if it is one."""
+    told = own_header(path, DETECTOR)
+    if told is None:
+        return found
+    try:
+        header = _DetectorHeader.model_validate(told)
+    except ValidationError as error:
+        field = printable(".".join(map(str, error.errors()[0]["loc"])))
+        raise UserError(f"{path} has an invalid header: {field}.") from None
+    method = f"{header.method}, {header.model} on {header.data}"
+    card = replace(
+        found.card,
+        method=method[:LONGEST_METHOD],
+        mean=header.mean,
+        std=header.std,
+        started_from=header.started_from,
+    )
+    notes = _guessed_still(found.report.notes, header.mean, header.std)
+    return Weights(found.backbone, card, replace(found.report, notes=notes))
+
+
 def _without_head(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those of a classifier's tensors that are its backbone's: see ``nn/classifiers.py``."""
+    """Those of a classifier's tensors that are its backbone's: see ``nn/classifier_files.py``."""
     inside = {
         name.removeprefix(INSIDE): tensor
         for name, tensor in tensors.items()
@@ -302,9 +329,9 @@ def _weights_file(weights: str | Path) -> tuple[Path, list[str]]:
 def _file_of_run(run: Path) -> tuple[Path, list[str]]:
     """The weights of a finished run, the last whole checkpoint of any other."""
     path = run / "backbone.safetensors"
-    for whole in ("detector.safetensors", "classifier.safetensors"):  # the backbone is a part of it
-        if not path.is_file() and (run / whole).is_file():
-            return run / whole, []
+    for other in WHOLE[1:]:
+        if not path.is_file() and (run / other).is_file():
+            return run / other, []
     if path.is_file() or not (run / "config.yaml").is_file():
         return path, []
     checkpoint, notes = Checkpoints(run / "checkpoints").newest_whole()
@@ -325,17 +352,17 @@ def _is_pickle(path: Path) -> bool:
     return head.startswith((b"PK", b"\x80")) or path.suffix.lower() in PICKLES
 
 
-def own_header(path: Path) -> dict[str, Any] | None:
+def own_header(path: Path, key: str = BACKBONE) -> dict[str, Any] | None:
     """What stands in the header of a safetensors file, or None if xmoco did not write it."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
     except Exception:  # damaged bytes can raise anything
         raise UserError(f"{path} is damaged or no safetensors file.") from None
-    if "xmoco" not in header:
+    if key not in header:
         return None
     try:
-        content = json.loads(header["xmoco"])
+        content = json.loads(header[key])
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict) or "backbone" not in content:
@@ -348,10 +375,23 @@ class _Header(InputConfig):
 
     backbone: str
     stem: Literal["imagenet", "cifar"]
-    method: Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(printable)]
+    method: Annotated[
+        str, Field(min_length=1, max_length=LONGEST_METHOD), AfterValidator(printable)
+    ]
     epochs: int = Field(ge=0)
     seed: int = Field(ge=0)
     started_from: Annotated[str, Field(max_length=1000), AfterValidator(printable)] | None = None
+
+
+class _DetectorHeader(BaseModel):
+    """What the card of a detector tells of its backbone."""
+
+    model: str
+    data: Annotated[str, AfterValidator(printable)]
+    method: Annotated[str, AfterValidator(printable)]
+    mean: Rgb
+    std: Rgb
+    started_from: Annotated[str, AfterValidator(printable)] | None = None
 
 
 def _card(content: dict[str, Any], path: Path) -> BackboneCard:
