@@ -219,7 +219,8 @@ def test_how_rates_were_chosen_is_told_by_rows() -> None:
     assert tuning.choice_told(rates, tried, ["a", "b", "c", "d"], epochs=9).endswith(
         " after 2 epochs: × 2 for b; × 1 for all others. Rates that diverged in trials: c × 2. "
         "With their own learning rates, as trials are missing: d. "
-        "Not trained, as all of their trials diverged: e."
+        "Not trained, as all of their trials diverged: e. With --row and learning_rate=… they are, "
+        "without trials."
     )
     told = tuning.choice_told(rates, tried, ["b", "e"], epochs=9)  # e was trained before
     assert "With their own learning rates, as all trials diverged: e." in told

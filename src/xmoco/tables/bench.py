@@ -50,6 +50,9 @@ HELD_OUT = "validation, held out of the training images"
 DIVERGED = "diverged"
 """What a record measures that tells at which step a trial ended so."""
 
+PART = "of"
+"""Where such a record tells the measure whose classifier did, if not the method itself."""
+
 Kept = Measured[dict[str, Any]]
 
 
@@ -96,7 +99,12 @@ class Trial:
         if self.facts["split"] != HELD_OUT:
             now = numerics(self.config)
             ends = [record for record in ends if record.protocol.get("numerics") == now]
-        return [] if ends else [column for column in columns if not any(map(column.shows, own))]
+        ended = {record.protocol.get(PART) for record in ends}
+        return [
+            column
+            for column in columns
+            if None not in ended and column.measure not in ended and not any(map(column.shows, own))
+        ]
 
     def divergence(self, step: int, images: Mapping[str, str]) -> Record:
         """Its only record, if it has diverged; ``images`` tell which they were."""
@@ -104,9 +112,16 @@ class Trial:
         return Record(DIVERGED, step, "step", self.subject, self.work, protocol, self.seed)
 
 
-def only_divergence(records: Sequence[Kept]) -> Kept | None:
-    """The record that a trial diverged, if its records tell nothing else."""
-    return records[-1] if records and all(r.measure == DIVERGED for r in records) else None
+def divergences(own: Sequence[Kept]) -> list[str]:
+    """In words, what of a trial diverged and was not measured after all, by its records."""
+    measured = {record.measure for record in own} - {DIVERGED}
+    told = {}
+    for record in own:
+        part = record.protocol.get(PART)
+        if record.measure == DIVERGED and (part not in measured if part else not measured):
+            what = ", its linear classifier" if part else ""
+            told[part] = f"{what}, at step {int(record.value):,}"
+    return [*told.values()]
 
 
 def numerics(config: Config) -> dict[str, Any]:
@@ -159,12 +174,11 @@ class Images:
         return replace(self, train=train, test=test)
 
 
-class PartlyJudged(UserError):  # noqa: N818
-    """A trial was trained and judged, but for one column."""
+@dataclass(frozen=True)
+class Ended:
+    """How a column's classifier diverged."""
 
-    def __init__(self, sentence: str, found: list[Record]) -> None:
-        super().__init__(sentence)
-        self.found = found
+    step: int
 
 
 def split_facts(held_out_share: float | None) -> dict[str, Any]:
@@ -241,18 +255,16 @@ class Bench:
         }
         if gpu_memory.exists():  # unless killed between the last step and this
             measured["gpu_memory"] = int(gpu_memory.read_bytes()) / 2**30
-        found: list[Record] = []
-        failure = None
-        try:
-            for size in sizes or [config.input.central_size]:
-                input = config.input.model_copy(update={"eval_size": size})
-                for column, value, facts in self._judged(
-                    method.encoder.backbone, input, columns, run.path
-                ):
-                    protocol = common | {"size": size} | facts
-                    found.append(self._record(trial, column, value, protocol))
-        except DivergedError as error:  # which the backbone has not
-            failure = f"its linear classifier diverged at step {error.step}"
+        found = [
+            self._record(trial, column, value, common | {"size": size} | facts)
+            for size in sizes or [config.input.central_size]
+            for column, value, facts in self._judged(
+                method.encoder.backbone,
+                config.input.model_copy(update={"eval_size": size}),
+                columns,
+                run.path,
+            )
+        ]
         found += [
             self._record(trial, column, measured[column.measure], common)
             for column in columns
@@ -261,8 +273,6 @@ class Bench:
         if run.path.joinpath("config.yaml").exists():  # a run folder that stays
             card = BackboneCard.of_run(config, config.train.epochs)
             save_backbone(method.encoder.backbone, card, run.weights)
-        if failure is not None:
-            raise PartlyJudged(f"{failure}.", found)
         return found
 
     def knn(self, backbone: nn.Module, input: InputConfig, k: int) -> float:
@@ -306,20 +316,27 @@ class Bench:
         return seconds, torch.cuda.max_memory_reserved(self.device) if on_gpu else 0
 
     @staticmethod
-    def _record(trial: Trial, column: Column, value: float, protocol: dict[str, Any]) -> Record:
+    def _record(
+        trial: Trial, column: Column, value: float | Ended, protocol: dict[str, Any]
+    ) -> Record:
+        if isinstance(value, Ended):
+            facts = protocol | {PART: column.measure}
+            return Record(
+                DIVERGED, value.step, "step", trial.subject, trial.work, facts, trial.seed
+            )
         return Record(
             column.measure, value, column.unit, trial.subject, trial.work, protocol, trial.seed
         )
 
     def _judged(
         self, backbone: nn.Module, input: InputConfig, columns: Sequence[Column], folder: Path
-    ) -> Iterator[tuple[Column, float, dict[str, Any]]]:
+    ) -> Iterator[tuple[Column, float | Ended, dict[str, Any]]]:
         """How good the backbone is on the images held back, and what is particular to a column."""
         bank, asked = self._features(backbone, input)
         ks = [column.k for column in columns if column.k is not None]
         neighbours = self._knn(bank, asked, ks) if ks else {}
-        for column in sorted(columns, key=lambda column: column.measure == "linear_top1"):
-            facts: dict[str, Any]  # that column last, as it may fail
+        for column in columns:
+            facts: dict[str, Any]
             match column.measure:
                 case "knn_top1":
                     assert column.k is not None
@@ -364,18 +381,21 @@ class Bench:
         model = fit(bank.vectors, labels, classes, strength)
         return top_k(model.scores(asked.vectors), asked_labels, 1)
 
-    def _linear(self, backbone: nn.Module, input: InputConfig, folder: Path) -> float:
+    def _linear(self, backbone: nn.Module, input: InputConfig, folder: Path) -> float | Ended:
         """By MoCo's settings; trained in a folder of its own, where it goes on if interrupted."""
         protocol = LINEAR["moco"]
-        classifier = train_classifier(
-            backbone,
-            self.images.train,
-            protocol,
-            folder / f"linear-{input.central_size}",
-            {"name": protocol.name},
-            input=input,
-            fabric=self.fabric,
-        )
+        try:
+            classifier = train_classifier(
+                backbone,
+                self.images.train,
+                protocol,
+                folder / f"linear-{input.central_size}",
+                {"name": protocol.name},
+                input=input,
+                fabric=self.fabric,
+            )
+        except DivergedError as error:  # which the backbone has not
+            return Ended(error.step)
         scores, labels = class_scores(
             classifier.backbone, classifier.head, self.images.test, input=input, device=self.device
         )

@@ -25,7 +25,7 @@ from xmoco.methods import method_class
 from xmoco.planning import describe_views
 from xmoco.report.circumstances import circumstances, markdown_table, sentence
 from xmoco.report.curves import LIGHT, to_png
-from xmoco.tables.bench import HELD_OUT, Kept, Trial, only_divergence
+from xmoco.tables.bench import HELD_OUT, Kept, Trial, divergences
 from xmoco.tables.columns import Column
 from xmoco.tables.definition import PaperColumn, Row, Table
 from xmoco.tables.plan import Asked, trials_of_rows
@@ -147,9 +147,8 @@ def fill(
                 cells[column] = Cell({seed: record.value for seed, record in last.items()})
                 shown += last.values()
         for seed in dict.fromkeys(record.seed for record in found):
-            end = only_divergence([record for record in found if record.seed == seed])
-            if end is not None:
-                diverged.append(f"{row.name}, seed {seed}, at step {int(end.value):,}")
+            ends = divergences([record for record in found if record.seed == seed])
+            diverged += [f"{row.name}, seed {seed}{end}" for end in ends]
         lines.append(Line(row, cells, trial))
     return Filled(table, group, lines, shown, chosen.tried, diverged)
 
@@ -273,7 +272,7 @@ def _skipping(filled: Filled) -> str:
     skipped = [_identity(r) for r in filled.records if _numerics(r).get("skip_bad_steps")]
     trials = {line.row.name: line.trial for line in filled.lines if line.trial is not None}
     rows = [name for name, trial in trials.items() if trial.identity in skipped]
-    return f"Trained with bad steps left out: {', '.join(rows)}." if rows else ""
+    return f"Trained with skip_bad_steps=true: {', '.join(rows)}." if rows else ""
 
 
 def _numerics(record: Kept) -> Mapping[str, Any]:

@@ -33,12 +33,11 @@ from xmoco.tables.bench import (
     Bench,
     Images,
     Kept,
-    PartlyJudged,
     Trial,
+    divergences,
     known_records,
     lasting,
     numerics,
-    only_divergence,
 )
 from xmoco.tables.columns import COLUMNS, Column
 from xmoco.tables.definition import Table, read_table
@@ -219,13 +218,13 @@ def _failures(course: Course, planned: int) -> str:
 
 
 def _divergence(planned: Sequence[Planned], known: Sequence[Kept]) -> str:
-    ends = {one.label: only_divergence(one.trial.own(known)) for one in planned}
-    found = [f"{label}, at step {int(r.value):,}" for label, r in ends.items() if r is not None]
+    found = [f"{one.label}{end}" for one in planned for end in divergences(one.trial.own(known))]
     if not found:
         return ""
+    bf16 = any(numerics(one.trial.config)["precision"] == "bf16" for one in planned)
     return (
         f"Gaps in the table, as training diverged: {'; '.join(found)}. To try again, give another "
-        "learning_rate, skip_bad_steps=true or precision=fp32."
+        f"learning_rate{', precision=fp32' * bf16} or skip_bad_steps=true."
     )
 
 
@@ -311,9 +310,6 @@ def _attempt(
         found = [one.trial.divergence(error.step, bench.images.fingerprints)]
         append_records(job.records, found)
         say(console, f"{one.label} diverged at step {error.step:,}")
-    except PartlyJudged as error:
-        append_records(job.records, error.found)
-        course.failed[one.label] = str(error).removesuffix(".")
     except UserError as error:
         course.failed[one.label] = str(error).removesuffix(".")
     except torch.OutOfMemoryError:

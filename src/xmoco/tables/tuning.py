@@ -8,7 +8,7 @@ others; what was chosen follows from its records.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from xmoco.tables.bench import DIVERGED, Kept, split_facts
+from xmoco.tables.bench import DIVERGED, PART, Kept, split_facts
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.definition import Row, Table, Tuning
 from xmoco.tables.plan import Asked, trials_of_rows
@@ -166,7 +166,7 @@ def _tried(tuning: Tuning, records: Mapping[float, Sequence[Kept]]) -> Tried:
     judged, diverged, missing = {}, [], []
     for factor, own in records.items():
         # The first counts: a choice stays, whatever is measured again or with other numerics.
-        verdict = next((r for r in own if by.shows(r) or r.measure == DIVERGED), None)
+        verdict = next((r for r in own if by.shows(r) or _ends(r, by.measure)), None)
         if verdict is None:
             missing.append(factor)
         elif verdict.measure == DIVERGED:
@@ -174,6 +174,11 @@ def _tried(tuning: Tuning, records: Mapping[float, Sequence[Kept]]) -> Tried:
         else:
             judged[factor] = verdict.value
     return Tried(judged, diverged, missing)
+
+
+def _ends(record: Kept, measure: str) -> bool:
+    """Whether it tells that there will be no such measure, as something diverged."""
+    return record.measure == DIVERGED and record.protocol.get(PART, measure) == measure
 
 
 def choice_told(
@@ -210,4 +215,9 @@ def choice_told(
 
 
 def not_trained(rows: Sequence[str]) -> str:
-    return f"Not trained, as all of their trials diverged: {', '.join(rows)}." if rows else ""
+    if not rows:
+        return ""
+    return (
+        f"Not trained, as all of their trials diverged: {', '.join(rows)}. With --row and "
+        "learning_rate=… they are, without trials."
+    )
