@@ -6,9 +6,9 @@ Heads, loss, memory banks and momentum update are lightly's, as in examples/ligh
 the lines that add the ideas are. Images, views, the optimiser and evaluation are xmoco's, so that
 runs take a minute and are measured as all others are. Batch, rate, temperature and taking the mean
 of both directions' losses are as in lightly's own benchmark on these images; it has one bank for
-both, shuffles keys and has seen heads of several widths. λ and ξ are the loss's defaults, the
-paper's. Nothing is tuned. Losses are computed in float32, whichever they are. Runs that have their
-records are not trained again. Needs ``pip install lightly``.
+both and shuffles keys, and the width of its head changed over time. λ and ξ are the loss's
+defaults, the paper's. Nothing is tuned. Losses are computed in float32, whichever they are. Runs
+that have their records are not trained again. Needs ``pip install lightly``.
 """
 
 import argparse

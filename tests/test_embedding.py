@@ -115,6 +115,12 @@ def test_of_some_pictures_all_but_one_may_be_unreadable(weights: Path, tmp_path:
         xmoco.embed(weights, tmp_path, options=CPU)
 
 
+def test_one_process_sees_them(weights: Path, photos: Path) -> None:
+    options = xmoco.EvalOptions("cpu", devices=2)
+    with pytest.raises(xmoco.UserError, match="embed runs in one process"):
+        xmoco.embed(weights, photos, options=options)
+
+
 def test_mistakes(weights: Path, photos: Path, tmp_path: Path) -> None:
     out = tmp_path / "there.npz"
     out.touch()

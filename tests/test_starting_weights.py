@@ -142,6 +142,8 @@ def test_weights_are_named_without_telling_where_they_are() -> None:
     assert weights_name("/home/me/runs/photos/backbone.safetensors") == "photos"
     assert weights_name("/home/me/runs/photos/checkpoints/step-000012.ckpt") == "photos"
     assert weights_name("/home/me/moco.pth.tar") == "moco.pth.tar"
+    assert weights_name("/home/me/runs/cats/classifier.safetensors") == "cats"
+    assert weights_name("/home/me/runs/street/detector.safetensors") == "street"
     assert weights_name("/backbone.safetensors") == "backbone.safetensors"
 
 

@@ -16,7 +16,7 @@ from xmoco.config import DataConfig
 from xmoco.data import ImageSet, open_images
 from xmoco.data.batches import in_order
 from xmoco.data.imagesets import ArrayImages, RaggedImages
-from xmoco.data.preload import LOOKED_AT, preload
+from xmoco.data.preload import LOOKED_AT, _small_files, preload
 from xmoco.data.streaming import streamed
 from xmoco.data.subset import at_most
 from xmoco.errors import UserError
@@ -66,6 +66,11 @@ def test_small_files_are_decoded_on_the_host(
     assert isinstance(held, ArrayImages)
     assert held.pixels.shape == (3, 3, 32, 32)
     assert devices == ["cpu", decoded_by]
+
+
+@pytest.mark.parametrize("pictures", [same_size(20), with_broken(20, {0, 5})])
+def test_what_has_no_files_has_no_small_ones(pictures: list[Tensor | None]) -> None:
+    assert not _small_files(Listed(pictures))
 
 
 def test_a_part_of_a_resident_set_is_resident() -> None:

@@ -19,9 +19,11 @@ from small_detectors import small_detectors
 
 import xmoco
 from helpers import assert_done, assert_refused, metrics, run_cli, wait_until
-from xmoco.detect.detector_files import FILE
+from xmoco.detect.detector_files import FILE, read_detector
 from xmoco.detect.evaluation import summary
 from xmoco.detect.models import DESIGNS
+from xmoco.nn.backbones import build_backbone
+from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.records import DetectionProtocol, Measured, read_records
 from xmoco.train import loop
 
@@ -196,10 +198,22 @@ def test_mistakes_in_the_command(
     assert not out.exists()
 
 
-def test_weights_without_five_stages(scenes: Path, tmp_path: Path) -> None:
-    from xmoco.nn.backbones import build_backbone
-    from xmoco.nn.weights import BackboneCard, save_backbone
+def test_what_a_backbone_started_from_is_told_of_its_detectors(
+    scenes: Path, tmp_path: Path
+) -> None:
+    grey = (0.5, 0.5, 0.5)
+    card = BackboneCard("tiny", "imagenet", 32, grey, grey, "xmoco", 1, 0, started_from="cats")
+    save_backbone(build_backbone("tiny"), card, tmp_path / "backbone.safetensors")
+    out = tmp_path / "run"
+    outcome = run_cli(
+        *("evaluate", "detect", tmp_path / "backbone.safetensors", scenes, *QUICK, "--out", out),
+        *("--model", "retinanet-fpn"),
+    )
+    assert_done(outcome)
+    assert read_detector(out)[1].started_from == "cats"
 
+
+def test_weights_without_five_stages(scenes: Path, tmp_path: Path) -> None:
     name = "timm:vit_tiny_patch16_224"
     card = BackboneCard(name, "imagenet", 32, (0.5,) * 3, (0.2,) * 3, "xmoco", 1, 0)
     file = tmp_path / "vit.safetensors"

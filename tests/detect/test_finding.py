@@ -25,6 +25,7 @@ from xmoco.detect.masks import bitmap_of_runs
 from xmoco.detect.metrics import judge_coco, judge_voc
 from xmoco.detect.report import picture_detections, write_detection_report
 from xmoco.detect.sources import open_detection
+from xmoco.nn.weights import load_weights, read_card
 from xmoco.report import page
 
 CARD = DetectorCard(
@@ -83,7 +84,7 @@ def test_a_picture_in_boxes_out(picture: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     outcome = run_cli("detect", "runs/any", picture, "--out", out, "--device", "cpu")
     assert_done(outcome)
-    assert f"1 object in 1 picture: {out / 'detections.json'}" in outcome.stdout
+    assert f"1 object in 1 image: {out / 'detections.json'}" in outcome.stdout
     (found,) = json.loads((out / "detections.json").read_text())
     assert (found["image"], found["width"], found["height"]) == ("red.png", 60, 40)
     (thing,) = found["objects"]
@@ -141,10 +142,11 @@ def test_weights_of_a_backbone_find_nothing(picture: Path, tmp_path: Path) -> No
 
 
 def test_the_backbone_of_a_detector_serves_again(tmp_path: Path) -> None:
-    grey = (0.5, 0.5, 0.5)
+    mean, std = (0.4, 0.5, 0.6), (0.1, 0.2, 0.3)
     card = DetectorCard(
-        *("retinanet-fpn", "tiny", "imagenet", ("cat",), 64, grey, grey, "xmoco"),
+        *("retinanet-fpn", "tiny", "imagenet", ("cat",), 64, mean, std, "xmoco"),
         *("1x", "street", 0),
+        started_from="torchvision:resnet50",
     )
     detector = card.built()
     save_detector(detector, card, tmp_path / "detector.safetensors")
@@ -153,6 +155,19 @@ def test_the_backbone_of_a_detector_serves_again(tmp_path: Path) -> None:
     known = detector.state_dict()
     assert state.keys() == {k.removeprefix(body) for k in known if k.startswith(body)}
     assert all(torch.equal(value, known[f"{body}{name}"]) for name, value in state.items())
+    own, _ = read_card(tmp_path)
+    assert (own.mean, own.std) == (mean, std), "what it was shown, not a guess"
+    assert own.method == "xmoco, retinanet-fpn on street"
+    assert own.started_from == "torchvision:resnet50"
+    assert not any("guess" in note for note in load_weights(tmp_path).report.notes)
+
+
+@pytest.mark.parametrize("wrong", [{"mean": "grey"}, {"started_from": ["a"]}, {"method": None}])
+def test_a_detectors_header_that_cannot_be(wrong: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "detector.safetensors"
+    save_detector(CARD.built(), replace(CARD, **wrong), file)
+    with pytest.raises(xmoco.UserError, match=rf"has an invalid header: {next(iter(wrong))}.*\.$"):
+        xmoco.load_backbone(file)
 
 
 def test_what_is_drawn() -> None:

@@ -263,6 +263,7 @@ def test_a_row_measured_after_all_is_no_gap() -> None:
     outcome = run("--row", "bad", "skip_bad_steps=true")
     assert_done(outcome)
     assert "1 run, 1 to be trained" in outcome.stdout
+    assert len([*Path("out/runs").iterdir()]) == 3, "each has a folder of its own"
     assert_done(run())
     assert cells()["bad"][1] == "one"
     text = Path("out/two.md").read_text()

@@ -94,7 +94,8 @@ def pretrain(
         Path | None,
         typer.Option(
             help="Initialise the backbone with these weights: a run folder, a file or a model by "
-            "name (`torchvision:resnet50`)."
+            "name (`torchvision:resnet50`). Without a recipe, backbone, stem, mean and std are "
+            "theirs; a recipe's backbone must be the same."
         ),
     ] = None,
     skip_bad_steps: Annotated[
@@ -205,7 +206,8 @@ def embed(
 ) -> None:
     """Write the feature vector of every image to a file, for search, clustering or a classifier.
 
-    Images are resized, cropped and normalised as in evaluation.
+    Images are resized, cropped and normalised as in evaluation. The file has `names`, relative to
+    the folder or archive, and `features`, whose vectors are not of unit length.
     """
     from xmoco.embedding import embed as embedded
     from xmoco.embedding import how_to_load
@@ -228,7 +230,7 @@ def embed(
     "`xmoco classify runs/cats ~/photos --out photos.csv --top 3`"
 )
 def classify(
-    weights: Annotated[
+    classifier: Annotated[
         Path,
         typer.Argument(
             help="A run folder of `xmoco evaluate finetune` or `linear`, or its "
@@ -252,7 +254,7 @@ def classify(
     check_top(top)
     expect_free(out, ".csv", "a table of comma-separated values")
     with progress_bars() as listener:
-        found = classified(weights, images, device=device, listener=listener)
+        found = classified(classifier, images, device=device, listener=listener)
     found.save(out, top)
     counted = "1 image" if len(found.names) == 1 else f"{len(found.names):,} images"
     print_plain(f"{counted} ({found.counted()}), written to {out}")
@@ -293,7 +295,7 @@ def detect(
             say=listener.say,
         )
     objects = "1 object" if found.objects == 1 else f"{found.objects:,} objects"
-    pictures = "1 picture" if found.images == 1 else f"{found.images:,} pictures"
+    pictures = "1 image" if found.images == 1 else f"{found.images:,} images"
     print_plain(f"{objects} in {pictures}: {found.json}")
 
 

@@ -92,7 +92,8 @@ Labelled = Annotated[
 Out = Annotated[
     Path | None,
     typer.Option(
-        help="The run folder, with checkpoints and metrics. The same command resumes an "
+        help="The run folder, with checkpoints, metrics and the classifier or detector, which "
+        "`xmoco classify` or `xmoco detect` applies. The same command resumes an "
         "interrupted run, and evaluates a finished classifier without training it again. Default: "
         "under `runs/evaluate`, one for each combination of weights, images and settings."
     ),

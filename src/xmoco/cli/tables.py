@@ -76,7 +76,8 @@ def run(
     epochs: Annotated[
         int | None,
         typer.Option(
-            help="Training epochs of every row, and the most of a trial. Default: the table's."
+            help="Training epochs of every row; trials take no more than this. Default: the "
+            "table's."
         ),
     ] = None,
     seeds: Annotated[

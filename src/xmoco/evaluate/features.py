@@ -98,7 +98,7 @@ def home(images: int, size: int, device: torch.device) -> torch.device:
 
 
 @contextmanager
-def without_cudnn_search(images: int) -> Iterator[None]:
+def cudnn_search_where_it_pays(images: int) -> Iterator[None]:
     """For few images, cuDNN takes the algorithms it thinks best, and keeps to them for batches of
     that shape and precision. To try them all, as it does for training, takes seconds for every
     shape, that of a set's last batch included: longer than to look at some thousand images."""
@@ -124,7 +124,7 @@ def _features(
     together = together and len(images) >= processes()  # or some would have nothing to see
     part = own_part(len(images)) if together else range(len(images))
     batches = in_order(images, BATCH, device, part=part, readers=readers, unreadable=unreadable)
-    with closing(batches), without_cudnn_search(len(part)):
+    with closing(batches), cudnn_search_where_it_pays(len(part)):
         for batch in batches:
             seen = see(batch)
             if vectors is None:  # only now the size of a feature is known

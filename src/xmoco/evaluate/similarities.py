@@ -23,7 +23,7 @@ from xmoco.config import Config
 from xmoco.data import ImageSet, at_positions
 from xmoco.data.subset import some_positions
 from xmoco.distributed import alone
-from xmoco.evaluate.features import without_cudnn_search
+from xmoco.evaluate.features import cudnn_search_where_it_pays
 from xmoco.methods import Method
 from xmoco.methods.base import Meeting
 from xmoco.records import Record
@@ -94,7 +94,7 @@ class NegativesMonitor:
         was_training = method.training
         method.eval()
         try:
-            with without_cudnn_search(len(self.images)):
+            with cudnn_search_where_it_pays(len(self.images)):
                 found = list(self._meetings(method))
         finally:
             method.train(was_training)
