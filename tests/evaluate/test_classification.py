@@ -22,6 +22,7 @@ from xmoco.errors import TRY_AGAIN
 from xmoco.evaluate import classify
 from xmoco.evaluate.evaluation import EvalOptions, Evaluation, Listener
 from xmoco.nn.backbones import build_backbone
+from xmoco.nn.classifier_files import FILE
 from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder
@@ -374,7 +375,8 @@ def test_a_finished_classifier_is_judged_again_without_training(
     again = linear(listener=ear)
     assert [record.value for record in again] == [record.value for record in first]
     assert ear.heard == [
-        f"{the_run()} holds the finished classifier, which is evaluated without training it again."
+        f"{the_run()} holds the finished classifier, which is evaluated without training it again.",
+        f"the classifier is kept in {the_run() / FILE}; `xmoco classify` applies it.",
     ]
     # How it is judged is no matter of training.
     other, _ = linear(options=EvalOptions(eval_size=24))

@@ -414,7 +414,9 @@ def draw_panel(axes: Axes, panel: Panel, theme: Theme) -> None:
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(theme.grid)
     if len(panel.curves) + len(panel.levels) > 1:
-        legend = axes.legend(fontsize=8, facecolor=theme.paper, edgecolor="none")
+        lines = axes.lines
+        labels = [str(line.get_label()) for line in lines]  # given, as it hides those with a _
+        legend = axes.legend(lines, labels, fontsize=8, facecolor=theme.paper, edgecolor="none")
         for text in legend.get_texts():
             text.set(color=theme.ink, parse_math=False)
 
