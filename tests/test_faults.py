@@ -204,7 +204,7 @@ def test_killed_in_the_middle_of_a_checkpoint(
 def test_a_machine_is_taken_away(recipe: Path, whole: Path, tmp_path: Path) -> None:
     """Saved at that very step; the status asks to be started again; nothing is done twice."""
     run, steps = tmp_path / "run", []
-    signals = {3: signal.SIGUSR1, 8: signal.SIGTERM}
+    signals = {3: signal.SIGUSR1, 8: signal.SIGTERM, 12: signal.SIGTERM}  # 12 is the last one
     on_step = RunLogger.on_step
     with pytest.MonkeyPatch.context() as patch:
 
@@ -218,7 +218,7 @@ def test_a_machine_is_taken_away(recipe: Path, whole: Path, tmp_path: Path) -> N
         outcomes = [run_cli("pretrain", "--recipe", recipe, "--out", run, "checkpoint_minutes=9")]
         while outcomes[-1].status == TRY_AGAIN:
             outcomes.append(run_cli("pretrain", "--resume", "--out", run))
-    assert [outcome.status for outcome in outcomes] == [TRY_AGAIN, TRY_AGAIN, 0]
+    assert [outcome.status for outcome in outcomes] == [TRY_AGAIN, TRY_AGAIN, TRY_AGAIN, 0]
     for (step, number), outcome in zip(signals.items(), outcomes, strict=False):
         assert f"stopped by {number.name} after step {step} of 12; everything is" in outcome.stderr
     assert steps == list(range(1, 13))

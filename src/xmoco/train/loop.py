@@ -246,7 +246,7 @@ class Training:
                     with means.paused():
                         self.begin_saving()
                     saves.restart()
-                if stopped_by and not self.finished:
+                if stopped_by:
                     self.saver.finish()
                     where = f"after step {self.step} of {self.total_steps}"
                     raise Interrupted(stopped_by, where, self.resume_command)
