@@ -389,6 +389,19 @@ def test_a_finished_classifier_is_judged_again_without_training(
     assert linear()[0].protocol["processes"] == 2
 
 
+def test_what_was_measured_is_recorded_even_if_the_classifier_cannot_be_kept(
+    weights: Path, two_splits: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("of whatever kind")
+
+    monkeypatch.setattr("xmoco.evaluate.classification.save_classifier", fails)
+    with pytest.raises(RuntimeError, match="of whatever kind"):
+        xmoco.evaluate_linear(weights, two_splits, epochs=1)
+    kept = [line["measure"] for line in metrics(the_run()) if "measure" in line]
+    assert kept == ["linear_top1", "linear_top5"]
+
+
 def test_other_settings_are_trained_elsewhere(weights: Path, two_splits: Path) -> None:
     linear = partial(xmoco.evaluate_linear, weights, two_splits, epochs=1)
     tune = partial(xmoco.evaluate_finetune, weights, two_splits, epochs=1)

@@ -196,7 +196,6 @@ def _classify(
     evaluation.tell_of(RunFolder(folder).unreadable())
 
     def judge() -> list[Record]:
-        _keep(classifier, evaluation, train, seed, folder)
         scores, labels = evaluation.scores(classifier, test)
         records = [
             evaluation.record(
@@ -219,6 +218,8 @@ def _classify(
         ]
         for record in records:
             RunFolder(folder).add_record(record)
+        # Only now: whatever goes wrong with the file, what was measured is recorded.
+        _keep(classifier, evaluation, train, seed, folder)
         return records
 
     return on_first(evaluation.fabric, judge)
