@@ -115,6 +115,18 @@ def test_of_some_pictures_all_but_one_may_be_unreadable(weights: Path, tmp_path:
         xmoco.embed(weights, tmp_path, options=CPU)
 
 
+def test_a_folder_may_be_called_as_a_set_is(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There are no vectors of sets, so the folder is meant."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("patterns", "torchvision:CIFAR10"):
+        with pytest.raises(xmoco.UserError, match=f"{name} is no image, folder or archive"):
+            xmoco.embed(weights, name, options=CPU)
+        draw(tmp_path / name / "a.png", 0)
+        assert xmoco.embed(weights, name, options=CPU).names == ["a.png"]
+
+
 def test_one_process_sees_them(weights: Path, photos: Path) -> None:
     options = xmoco.EvalOptions("cpu", devices=2)
     with pytest.raises(xmoco.UserError, match="embed runs in one process"):

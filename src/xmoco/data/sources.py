@@ -118,8 +118,9 @@ def open_splits(data: DataConfig) -> dict[str, ImageSet]:
 
 def all_pictures(source: str | Path) -> tuple[EncodedImages, list[str]]:
     """A picture, or all of a folder or an archive, whatever their folders mean; and their paths in
-    it."""
-    if not is_path(str(source)) or is_distant(str(source)):
+    it. What is there is meant, though it be called as a set is."""
+    known = not is_path(str(source)) or is_distant(str(source))
+    if known and not os.path.exists(source):  # noqa: PTH110
         raise UserError(
             f"{printable(str(source))} is no image, folder or archive: sets known by name, shards "
             "and addresses are not taken here."
