@@ -45,13 +45,14 @@ def show_pictures(
         unreadable=broken,
         on_progress=lambda done, total: listener.progress("pictures", done, total),
     )
-    expect_numbers(found)
     left_out = dict(broken)
     for where, why in left_out.items():
         listener.say(f"{where} cannot be read ({why}); it was left out.")
-    # Each has what another picture was made of.
+    # In their places are vectors of nothing.
     seen = [place for place in range(len(paths)) if pictures.where(place) not in left_out]
-    return Seen([paths[place] for place in seen], found.vectors.cpu()[torch.tensor(seen)])
+    found = found._replace(vectors=found.vectors.cpu()[torch.tensor(seen)])
+    expect_numbers(found)
+    return Seen([paths[place] for place in seen], found.vectors)
 
 
 def expect_free(out: Path, ending: str, kind: str) -> None:

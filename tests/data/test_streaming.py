@@ -35,6 +35,7 @@ from xmoco.data.file_readers import FileReaders
 from xmoco.data.imagesets import EncodedImages, ImageSet, RaggedImages
 from xmoco.data.preload import LOOKED_AT
 from xmoco.data.sources import open_images
+from xmoco.data.streaming import GREY
 from xmoco.data.subset import joined, taken
 from xmoco.data.unreadable import Unreadable
 from xmoco.errors import UserError
@@ -120,6 +121,20 @@ def test_the_limit_counts_each_image_once_and_those_known_before() -> None:
     assert list(unreadable) == [("a", "x"), ("b", "z")]
     with pytest.raises(UserError, match=r"3 of 250 .*: a \(x\), b \(z\), c \(w\)\.$"):
         unreadable.add("c", "w")
+
+
+def test_what_will_be_left_out_is_not_replaced() -> None:
+    """However many follow each other, each is tried by itself: twice, to learn why."""
+    images = Listed(with_broken(120, set(range(119))))
+    unreadable = Unreadable(120, left_out=True)
+    batches = list(in_order(images, 50, CPU, unreadable=unreadable))
+    assert torch.cat([batch.indices for batch in batches]).tolist() == list(range(120))
+    assert list(unreadable) == [(f"picture {index}", "broken") for index in range(119)]
+    assert images.reads == 2 * 119 + 1
+    *_, last = batches
+    assert last.sizes.tolist() == [[8, 8]] * 19 + [[4, 5]]
+    assert torch.equal(last.images[0], GREY)
+    assert (last.images[-1, :, :4, :5] == 119).all()
 
 
 # Threads
@@ -353,6 +368,20 @@ def test_too_much_damage_is_an_error(stand_in: SimpleNamespace, tmp_path: Path) 
         (tmp_path / f"{index:03}.jpg").write_bytes(damaged())
     with pytest.raises(UserError, match=r"^at least 1 of 20 images cannot be read"):
         list(in_order(opened(tmp_path), 10, CPU))
+
+
+def test_the_gpus_way_replaces_nothing_that_will_be_left_out(
+    stand_in: SimpleNamespace, tmp_path: Path
+) -> None:
+    """Neither files that no header tells to be damaged, nor those that are no images at all."""
+    contents = [damaged()] * 5 + [b""] * 5 + [encoded(photograph())]
+    for index, content in enumerate(contents):
+        (tmp_path / f"{index:03}.jpg").write_bytes(content)
+    unreadable = Unreadable(11, left_out=True)
+    (batch,) = in_order(opened(tmp_path), 11, CPU, unreadable=unreadable)
+    assert batch.indices.tolist() == list(range(11))
+    assert len(unreadable) == 10
+    assert all(torch.equal(image[:, :8, :8], GREY) for image in batch.images[:10])
 
 
 def test_without_nvjpeg_the_threads_decode(

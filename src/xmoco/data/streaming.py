@@ -10,7 +10,8 @@ the device:
   batch that lies ready on the device.
 
 The consumer gets batches in order, whichever thread is first, and the next image in place of an
-unreadable one. At most ``READ_AHEAD`` batches are under way, so memory does not grow with the set.
+unreadable one, or ``GREY`` where those are to be left out. At most ``READ_AHEAD`` batches are under
+way, so memory does not grow with the set.
 """
 
 import math
@@ -37,6 +38,8 @@ R = TypeVar("R")
 
 READ_AHEAD = 3
 """Batches under way: one being put together, one or two being read."""
+GREY = torch.full((3, 8, 8), 128, dtype=torch.uint8)
+"""Stands where an unreadable image will be left out: any image does, and this one is there."""
 
 
 @dataclass(frozen=True)
@@ -83,13 +86,13 @@ def streamed(
     unreadable: Unreadable,
 ) -> Generator[Batch]:
     """The batches at ``positions``; close it to stop its threads."""
-    decoding = _decoding(images, device, unreadable.limit)
+    decoding = _decoding(images, device, unreadable)
     reader = ThreadPoolExecutor(readers, "xmoco-read")
     assembler = ThreadPoolExecutor(1, "xmoco-assemble")
 
     def read(chosen: list[int]) -> list[_Reading]:
         return [
-            _read_or_next(images, index, unreadable.limit, decoding.read)
+            _read_or_next(images, index, unreadable, decoding.read)
             if image is None
             else _Reading(image, index, [])
             for index, image in zip(chosen, decoding.read_all(chosen), strict=True)
@@ -191,9 +194,9 @@ class _ByGpu(_ByThreads):
     # Every hand-over takes Python's lock from the thread that trains.
     tasks_per_reader = 1
 
-    def __init__(self, images: ImageSet, device: torch.device, failures_allowed: int) -> None:
+    def __init__(self, images: ImageSet, device: torch.device, unreadable: Unreadable) -> None:
         super().__init__(images, device)
-        self.failures_allowed = failures_allowed
+        self.unreadable = unreadable
         self.takes_jpeg = nvjpeg_works(device)
         self.files = FileReaders()
         self.decoders = Decoders()
@@ -259,7 +262,7 @@ class _ByGpu(_ByThreads):
                 image = next(decoded)
                 if image is None:  # it is damaged, or else Pillow knows better
                     again = _read_or_next(
-                        self.images, reading.index, self.failures_allowed, self.images.read
+                        self.images, reading.index, self.unreadable, self.images.read
                     )
                     reading = replace(again, failures=reading.failures + again.failures)
                 else:
@@ -293,9 +296,9 @@ def _sent_together(images: list[Tensor], device: torch.device) -> list[Tensor]:
     return [part.view(image.shape) for part, image in zip(parts, images, strict=True)]
 
 
-def _decoding(images: ImageSet, device: torch.device, failures_allowed: int) -> _ByThreads:
+def _decoding(images: ImageSet, device: torch.device, unreadable: Unreadable) -> _ByThreads:
     if device.type == "cuda":
-        return _ByGpu(images, device, failures_allowed)
+        return _ByGpu(images, device, unreadable)
     return _ByThreads(images, device)
 
 
@@ -309,15 +312,17 @@ def _readable(read: Callable[[T], R], what: T) -> R | None:
 def _read_or_next(
     images: ImageSet,
     index: int,
-    failures_allowed: int,
+    unreadable: Unreadable,
     read: Callable[[int], Tensor | PlainJpeg],
 ) -> _Reading:
-    """The image at ``index`` or, where that is unreadable, the next readable one."""
+    """The image at ``index`` or, where that is unreadable, the next readable one or ``GREY``."""
     failures: list[tuple[int, str]] = []
-    while len(failures) <= failures_allowed:
+    while len(failures) <= unreadable.limit:
         try:
             return _Reading(read(index), index, failures)
         except UnreadableImage as error:
             failures.append((index, str(error)))
+            if unreadable.left_out:
+                return _Reading(GREY, index, failures)
             index = (index + 1) % len(images)
     return _Reading(None, index, failures)

@@ -25,6 +25,7 @@ class Unreadable:
         self, images: int, known: Iterable[tuple[str, str]] = (), *, left_out: bool = False
     ) -> None:
         self.images = images
+        self.left_out = left_out
         self.limit = images - 1 if left_out else images // 100
         self._why = dict(known)
 
