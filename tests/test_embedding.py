@@ -111,8 +111,12 @@ def test_of_some_pictures_all_but_one_may_be_unreadable(weights: Path, tmp_path:
     draw(tmp_path / "d.png", 0)
     assert xmoco.embed(weights, tmp_path, options=CPU).names == ["d.png"]
     (tmp_path / "d.png").write_bytes(b"no image")
-    with pytest.raises(xmoco.UserError, match=r"4 of 4 images cannot be read"):
+    none = r"^none of the 4 images can be read; the first is \S+a\.png \(.+\)\.$"
+    with pytest.raises(xmoco.UserError, match=none):
         xmoco.embed(weights, tmp_path, options=CPU)
+    only = r"^the only image cannot be read: \S+b\.png \(.+\)\.$"
+    with pytest.raises(xmoco.UserError, match=only):
+        xmoco.embed(weights, tmp_path / "b.png", options=CPU)
 
 
 def test_a_folder_may_be_called_as_a_set_is(

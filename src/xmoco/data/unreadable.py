@@ -7,7 +7,7 @@ from xmoco.errors import UserError
 
 
 class TooManyUnreadable(UserError):  # noqa: N818
-    """More than can be replaced without anyone noticing."""
+    """More than can be replaced without anyone noticing, or all."""
 
     def add(self, sentence: str) -> None:
         """Say more."""
@@ -32,13 +32,22 @@ class Unreadable:
     def add(self, where: str, why: str) -> None:
         self._why.setdefault(where, why)
         if len(self) > self.limit:
-            examples = ", ".join(f"{where} ({why})" for where, why in islice(self, 3))
-            more = f" and {len(self) - 3} more" if len(self) > 3 else ""
-            least = "at least " if len(self) < self.images else ""  # others were not tried yet
-            raise TooManyUnreadable(
-                f"{least}{len(self)} of {counted(self.images)} cannot be read, which is more than "
-                f"1 %: {examples}{more}."
-            )
+            raise TooManyUnreadable(self._all_of_them() if self.left_out else self._too_many())
+
+    def _too_many(self) -> str:
+        examples = ", ".join(f"{where} ({why})" for where, why in islice(self, 3))
+        more = f" and {len(self) - 3} more" if len(self) > 3 else ""
+        least = "at least " if len(self) < self.images else ""  # others were not tried yet
+        return (
+            f"{least}{len(self)} of {counted(self.images)} cannot be read, which is more than 1 %: "
+            f"{examples}{more}."
+        )
+
+    def _all_of_them(self) -> str:
+        where, why = next(iter(self))
+        if self.images == 1:
+            return f"the only image cannot be read: {where} ({why})."
+        return f"none of the {self.images} images can be read; the first is {where} ({why})."
 
     def __len__(self) -> int:
         return len(self._why)
