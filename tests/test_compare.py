@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers import make_images, write_recipe
+from helpers import make_images, two_splits, write_recipe
 from xmoco.config import RunConfig
 from xmoco.data.imagesets import ArrayImages
 from xmoco.errors import TRY_AGAIN, Interrupted
@@ -21,9 +21,9 @@ from xmoco.evaluate.classify import LINEAR
 from xmoco.evaluate.features import Features
 from xmoco.evaluate.logistic import fit
 from xmoco.settings import load_config
-from xmoco.tables.bench import Bench, Images
+from xmoco.tables.bench import DIVERGED, Bench, Images
 from xmoco.train.engine import build_fabric
-from xmoco.train.loop import Training
+from xmoco.train.loop import DivergedError, Training
 
 Compare = Callable[..., list[dict[str, Any]]]
 
@@ -83,7 +83,8 @@ def test_trials_look_at_held_out_training_images_only(compare: Compare, tmp_path
 def test_watched_runs_keep_their_course(
     compare: Compare, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ("ours: log_every=1", "--held-out", "--watch", "1", "--runs", "kept")
+    """Also if what was interrupted goes on without being watched."""
+    arguments = ("ours: log_every=1", "--held-out", "--epochs", "2")
     judged = Bench.knn
 
     def fails_the_second_time(self: Bench, *settings: Any, **k: int) -> float:
@@ -94,23 +95,33 @@ def test_watched_runs_keep_their_course(
         raise RuntimeError("the machine went away")
 
     monkeypatch.setattr(Bench, "knn", fails_the_second_time)
-    with pytest.raises(RuntimeError, match="went away"):
-        compare(*arguments, "--epochs", "2")
+    with pytest.raises(SystemExit, match="not everything"):
+        compare(*arguments, "--watch", "1")
+    assert "went away" in capsys.readouterr().err
     monkeypatch.setattr(Bench, "knn", judged)
-    first, *others = compare(*arguments, "--epochs", "2")  # goes on
+    first, *others = compare(*arguments, "--watch", "1")  # goes on
     one, two = first["protocol"]["curve"]
     assert (one["epoch"], two["epoch"]) == (1, 2)
     assert two["knn"] == pytest.approx(first["value"], abs=1e-3)
-    assert one["step"] < two["step"]
+    assert one["step"] == one["told_at_step"] < two["step"]
     assert one["loss"] > 0
     assert {r["protocol"]["watched_every"] for r in (first, *others)} == {1}
-    for mistake, words in (
-        ("1", "test images are looked at once"),
-        ("0", "no whole number of at least 1"),
-    ):
-        with pytest.raises(SystemExit):
-            compare("ours:", "--watch", mistake)
-        assert words in capsys.readouterr().err
+    assert not any("curve" in r["protocol"] for r in others)
+
+
+def test_a_run_that_was_watched_says_so_whoever_goes_on_with_it(
+    compare: Compare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("the machine went away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bench, "_judged", broken)
+        with pytest.raises(SystemExit, match="not everything"):
+            compare("ours:", "--held-out", "--watch", "1")
+    first, *_ = compare("ours:", "--held-out")
+    assert first["protocol"]["watched_every"] == 1
+    assert [point["epoch"] for point in first["protocol"]["curve"]] == [1]
 
 
 def test_runs_at_once_and_further_sizes_are_recorded(
@@ -127,7 +138,7 @@ def test_runs_at_once_and_further_sizes_are_recorded(
             with pytest.raises(SystemExit) as end:
                 work(*own)
             endings.append(end.value.code)
-        assert endings == [2, 0]  # the second finds nothing left
+        assert endings == [2, 2]  # the second finds nothing else left
         return 1
 
     monkeypatch.setattr(program, "in_processes", one_after_the_other)
@@ -135,7 +146,7 @@ def test_runs_at_once_and_further_sizes_are_recorded(
     with pytest.raises(SystemExit, match="not everything could be trained"):
         compare(*entries, "--at-once", "2", "--beside", "1", "--sizes", "24")
     said = capsys.readouterr().err
-    assert "huge, seed 0: " in said
+    assert "huge [batch=4096] seed 0 failed: " in said
     assert "too few for a batch of 2048" in said
     records = compare("ours:")  # which is there already
     assert {r["subject"] for r in records} == {"ours"}
@@ -169,63 +180,138 @@ def test_a_linear_classifier_for_the_last_seed(
     assert linear[0]["protocol"]["name"] == short.name
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("method=mocov2plus",), "not of the form"),
+        (("ours: bank=3",), "unknown key 'bank'"),
+        (("ours:", "--mps"), "--mps needs --at-once"),
+        (("ours:", "--watch", "1"), "test images are looked at once"),
+        (("ours:", "small: short_side=32"), "has other images than ours"),
+        (("ours:", "--data", "gone"), "there is no folder or archive"),
+    ],
+)
 def test_mistakes_are_told_before_anything_is_trained(
+    compare: Compare, arguments: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match=said):
+        compare(*arguments)
+    assert not [*tmp_path.glob("runs"), *tmp_path.glob("*.jsonl")]
+
+
+def test_numbers_below_one_are_no_options(
     compare: Compare, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit, match="not of the form"):
-        compare("method=mocov2plus")
-    with pytest.raises(Exception, match="unknown key 'bank'"):
-        compare("ours: bank=3")
-    with pytest.raises(SystemExit):
-        compare("ours:", "--mps")
-    assert "--mps needs --at-once" in capsys.readouterr().err
+    for option in ("--watch", "--epochs", "--at-once", "--sizes"):
+        with pytest.raises(SystemExit):
+            compare("ours:", option, "0")
+        assert "no whole number of at least 1" in capsys.readouterr().err
 
 
 def test_what_cannot_be_trained_does_not_stop_the_others(
-    compare: Compare, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    compare: Compare, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Whatever goes wrong, when judging too; what was trained is judged by the next call."""
+    judged, calls = Bench._judged, []
+
+    def too_large_once(*arguments: Any, **named: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError
+        return judged(*arguments, **named)
+
+    monkeypatch.setattr(Bench, "_judged", too_large_once)
     with pytest.raises(SystemExit, match="not everything could be trained"):
-        compare("huge: batch=4096", "ours:")
-    assert "huge, seed 0: " in capsys.readouterr().err
-    assert '"subject": "ours"' in (tmp_path / "compare-fast.jsonl").read_text()
+        compare("huge: batch=4096", "ours:", "other: batch=8")
+    said = capsys.readouterr().err
+    assert "huge [batch=4096] seed 0 failed: " in said
+    assert "ours [] seed 0 failed: the device has too little memory for it" in said
+    monkeypatch.setattr(Training, "advance", lambda *_: pytest.fail("trained again"))
+    records = compare("ours:", "other: batch=8")
+    assert {r["subject"] for r in records} == {"other", "ours"}
+
+
+def test_what_diverges_is_recorded_told_and_not_trained_again(
+    compare: Compare, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entries = ("bad: learning_rate=9e15 weight_decay=1e9", "ours:")
+    records = compare(*entries)
+    said = capsys.readouterr().out
+    assert "bad [learning_rate=9e15 weight_decay=1e9] seed 0 diverged, at step" in said
+    (end,) = (r for r in records if r["subject"] == "bad")
+    assert (end["measure"], end["unit"]) == (DIVERGED, "step")
+    assert compare(*entries) == records
+
+
+def test_a_linear_classifier_that_diverges_is_no_accuracy(
+    compare: Compare, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def diverging(*_: Any, **__: Any) -> Any:
+        raise DivergedError("the loss is NaN", step=7)
+
+    monkeypatch.setattr("xmoco.tables.bench.train_classifier", diverging)
+    compare("ours:", "--linear")
+    said = capsys.readouterr().out
+    assert "ours [] seed 0 diverged, its linear classifier, at step 7" in said
+    assert "7.00" not in said
+
+
+def test_images_of_the_same_name_are_told_apart(compare: Compare, tmp_path: Path) -> None:
+    two_splits(tmp_path / "others" / "set", each=13)
+    records = compare("ours:")
+    assert len(compare("ours:", "--data", "others/set")) == 2 * len(records)
+    assert len(compare("ours:")) == 2 * len(records)
+
+
+def test_what_another_call_works_on_is_left_to_it(
+    compare: Compare, program: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed: list[Any] = []
+    attempt = program.attempt
+
+    def late(wanted: Any, books: Any, *rest: Any, **named: Any) -> Any:
+        """Another call takes the run just before this one."""
+        if claimed:
+            return attempt(wanted, books, *rest, **named)
+        claimed.append(books.claimed(wanted.trial))
+        with claimed[0] as run:
+            assert run is not None
+            return attempt(wanted, books, *rest, **named)
+
+    monkeypatch.setattr(program, "attempt", late)
+    assert {r["subject"] for r in compare("ours:", "other: batch=8")} == {"other"}
+    assert {r["subject"] for r in compare("ours:", "other: batch=8")} == {"other", "ours"}
 
 
 def test_a_stopped_run_goes_on(
-    compare: Compare, program: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    compare: Compare, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    judged = Bench._judged
+    saved = Bench._judged
 
-    def fails(*arguments: Any) -> None:
-        raise RuntimeError("the machine went away")
-
-    monkeypatch.setattr(Bench, "_judged", fails)
-    with pytest.raises(RuntimeError, match="went away"):
-        compare("ours:", "--runs", "kept")
-    (run,) = (tmp_path / "kept").iterdir()
-    assert list((run / "checkpoints").iterdir())
-    monkeypatch.setattr(Bench, "_judged", judged)
-    monkeypatch.setattr(Training, "advance", fails)  # no step is taken twice
-    assert {r["seed"] for r in compare("ours:", "--runs", "kept")} == {0}
-
-
-@pytest.mark.parametrize(
-    ("runs", "told"), [(("--runs", "kept"), "goes on"), ((), "lost: --runs would")]
-)
-def test_one_that_is_asked_to_stop_says_what_is_kept(
-    compare: Compare,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    runs: tuple[str, ...],
-    told: str,
-) -> None:
     def stopped(*_: Any, **__: Any) -> None:
         raise Interrupted(signal.SIGTERM, "after step 1 of 3", "")
 
-    monkeypatch.setattr(Bench, "attempt", stopped)
+    monkeypatch.setattr(Bench, "_judged", stopped)
     with pytest.raises(SystemExit) as end:
-        compare("--held-out", *runs, "xmoco:")
+        compare("ours:", "--runs", "kept")
     assert end.value.code == TRY_AGAIN
-    assert told in capsys.readouterr().err
+    assert len([*(tmp_path / "kept").iterdir()]) == 1
+    monkeypatch.setattr(Bench, "_judged", saved)
+    monkeypatch.setattr(Training, "advance", lambda *_: pytest.fail("trained again"))
+    assert {r["seed"] for r in compare("ours:", "--runs", "kept")} == {0}
+
+
+def test_more_can_be_measured_of_what_was_trained(
+    compare: Compare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = compare("ours:")
+    monkeypatch.setitem(LINEAR, "moco", LINEAR["moco"].shortened(1))
+    monkeypatch.setattr(Bench, "_train", lambda *_: pytest.fail("trained again"))
+    added = compare("ours:", "--linear")[len(before) :]
+    assert "linear_top1" in {r["measure"] for r in added}
+    assert [r["value"] for r in before if r["measure"] == "knn_top1"] == [
+        r["value"] for r in added if r["measure"] == "knn_top1"
+    ]
 
 
 def test_methods_have_kept_runs_and_digests_of_their_own(compare: Compare, tmp_path: Path) -> None:

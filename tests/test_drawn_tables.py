@@ -18,8 +18,10 @@ from xmoco.evaluate.classify import FINETUNE, LINEAR
 from xmoco.evaluate.grid import GRIDS
 from xmoco.records import Measured, Record, append_records
 from xmoco.settings import load_config, recipe_names
+from xmoco.tables.bench import DIVERGED, PART
 from xmoco.tables.definition import read_table
 from xmoco.tables.plan import Asked, plan
+from xmoco.tables.tuning import trials_asked
 
 NAMES = (
     *(
@@ -465,6 +467,56 @@ def test_tables_stand_beside_the_paper(pages: Any, place: Any) -> None:
     assert "**With earlier settings: pets-resnet18-60ep**" in text
     assert "11.0 %" in rows_of(text)[-1]
     assert pages.plain.other_tables(place) == ""
+
+
+def test_tables_with_trials_and_others_have_each_their_own_runs(pages: Any, place: Any) -> None:
+    """The rows of some tables are trials of another one's, and trials are rows on held-out images:
+    each is shown once, where it belongs."""
+    table = read_table("main")
+    tried, asked = trials_asked(table, Asked(data="pets"))
+    names = [f"{row}, rate × {factor}" for row in ("XMoCo", "MoCo v2+") for factor in (0.5, 1, 2)]
+
+    def measured(one: Any, value: float) -> Record:
+        facts = {**one.trial.facts, **one.trial.told, "data": "archive pets.tar (train)", "k": 20}
+        facts |= {"size": 160, "train_images": 90, "judged_images": 10}
+        subject, work, seed = one.trial.subject, one.trial.work, one.trial.seed
+        return Record("knn_top1", value, "%", subject, work, facts, seed)
+
+    trials = plan(tried, replace(asked, rows=tuple(names)))
+    finals = plan(table, Asked(data="pets", seeds=(0,), rows=("XMoCo", "MoCo v2+")))
+    values = (60, 62, 61, 63, 65, 64, 66, 67)  # the rows' own rates are the best
+    records = [measured(*pair) for pair in zip((*trials, *finals), values, strict=True)]
+    append_records(place.results / "tables.jsonl", records)
+    text = pages.comparisons.paper_tables(place)
+    headings = [line for line in text.splitlines() if line.startswith("###")]
+    assert headings == ["### Methods on Imagenette: learning rates", "### Methods on Imagenette"]
+    assert text.count("evaluated on test images") == 1
+    first, second = text.split("### Methods on Imagenette\n")
+    assert [f"| {name} |" in first for name in names] == [True] * 6
+    assert "| MoCo v2+ | 67.0 % |" in second
+
+
+def test_what_diverged_is_told_below_a_comparison(pages: Any, place: Any) -> None:
+    facts = {"split": "test", "changes": "", "recipe_digest": "ab"}
+    judged = facts | {"size": 64, "k": 20, "train_seconds": 60.0}
+
+    def record(measure: str, value: float, seed: int, facts: dict[str, Any]) -> Record:
+        unit = "step" if measure == DIVERGED else "%"
+        return Record(measure, value, unit, "xmoco", "pets-resnet18-9ep", facts, seed)
+
+    lost = record(DIVERGED, 7, 1, facts | {"changes": "learning_rate=9"})
+    file = place.results / "compare-pets.jsonl"
+    append_records(file, [lost])
+    text = pages.comparisons.comparison_tables(place)
+    assert "Training diverged: XMoCo `learning_rate=9`, seed 1, at step 7." in text
+    assert rows_of(text) == []
+    append_records(file, [record("knn_top1", 80, 0, judged)])
+    append_records(file, [record(DIVERGED, 5, 0, judged | {PART: "linear_top1"})])
+    text = pages.comparisons.comparison_tables(place)
+    assert rows_of(text)[0] == "| method | training time | kNN (k = 20) |"
+    assert "80.0 %" in rows_of(text)[2]
+    assert "seed 1, at step 7; XMoCo, seed 0, its linear classifier, at step 5." in text
+    assert pages.front.of_photographs(place, 9) == []
 
 
 def test_the_headline_tells_size_seed_and_time(pages: Any, place: Any) -> None:

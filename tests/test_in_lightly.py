@@ -42,7 +42,7 @@ def measure(
         fixed = ["fast.yaml", *quick, "--data", "set", "--results", "."]
         monkeypatch.setattr(sys, "argv", ["in_lightly.py", *fixed, *arguments])
         program.main()
-        lines = (tmp_path / program.FILE).read_text().splitlines()
+        lines = (tmp_path / "compare-lightly.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
     return call
@@ -65,7 +65,7 @@ def test_each_way_is_trained_once_by_seed(
     assert measure() == records
 
 
-@pytest.mark.parametrize("add", ["nothing", "both"])
+@pytest.mark.parametrize("add", ["nothing", "consistency", "both"])
 def test_a_step_is_that_of_lightly(program: ModuleType, add: str) -> None:
     """Loss, and the momentum update after it; in bfloat16, the loss is still in float32."""
     config = load_config("imagenette", program.SETTINGS.split(), {"source": "patterns"})
@@ -79,12 +79,10 @@ def test_a_step_is_that_of_lightly(program: ModuleType, add: str) -> None:
     assert seen[0].dtype == torch.bfloat16
     q_s, q_t, k_s, k_t = (x.float() for x in seen)
     torch.manual_seed(1)  # lightly's banks begin with random keys
-    if add == "nothing":
-        whole = own.criterion_s(q_s.float(), k_t.float()) + own.criterion_t(
-            q_t.float(), k_s.float()
-        )
-    else:
-        whole, _ = own.xmoco(*map(F.normalize, (q_s, q_t, k_s, k_t)))
+    plain = own.criterion_s(q_s, k_t) + own.criterion_t(q_t, k_s)
+    both, terms = own.xmoco(*map(F.normalize, (q_s, q_t, k_s, k_t)))
+    consistency = terms["consistency_source"] + terms["consistency_target"]
+    whole = {"nothing": plain, "consistency": plain + consistency, "both": both}[add]
     torch.manual_seed(1)
     with torch.autocast("cpu", torch.bfloat16):
         loss = method(views, {}).loss

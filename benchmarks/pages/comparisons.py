@@ -1,6 +1,5 @@
 """Entries × seeds side by side, and the paper's tables: means over seeds with their deviation."""
 
-import itertools
 import math
 import re
 import statistics
@@ -26,9 +25,9 @@ from xmoco.report.circumstances import (
     section,
     sentence,
 )
-from xmoco.tables.bench import HELD_OUT
+from xmoco.tables.bench import DIVERGED, HELD_OUT, divergences
 from xmoco.tables.definition import Table, read_table, table_names
-from xmoco.tables.drawing import Filled, fill_all, markdown, notes
+from xmoco.tables.drawing import Filled, Group, fill_all, markdown, notes
 from xmoco.tables.tuning import trial_table
 
 COMPARED_SAY = (
@@ -61,7 +60,7 @@ def tables_of(place: Place, file: Path) -> list[str]:
     records = [r for r in read_records(file, AnyRecord) if not chosen_by_test_images(r)]
     for alike in grouped(records, in_one_table):
         work, split, recipe = in_one_table(alike[0])
-        sizes = {record.protocol["size"] for record in alike}
+        sizes = {record.protocol["size"] for record in alike if record.measure != DIVERGED}
         size = f"at {sizes.pop()} px " if len(sizes) == 1 else ""
         judged = JUDGED_ON.get(split, "images " + split)
         lead = f"**{work_named(work)}, evaluated {size}on {judged}; recipe {recipe}**"
@@ -87,15 +86,18 @@ PAPER_TABLES_SAY = (
 def paper_tables(place: Place) -> str:
     """What ``xmoco tables run`` measured, beside the paper's figures."""
     parts: list[str] = []
+    tables = [*map(read_table, table_names())]
+    trials = {_trials_group(table) for table in tables if table.tuning is not None}
     for file in place.files("tables*.jsonl"):
         records, shown = read_records(file, AnyRecord), set()
-        for table in itertools.chain.from_iterable(map(with_trials, table_names())):
-            for filled in fill_all(table, records):
-                found = {id(record) for record in filled.records}
-                # On held-out images, the rows as they are are a part of their trials.
-                again = filled.group.split == HELD_OUT and found <= shown
-                if sum(bool(line.cells) for line in filled.lines) > 1 and not again:
-                    shown |= found
+        for table in tables:
+            found = [one for one in fill_all(table, records) if _kind(one.group) not in trials]
+            if table.tuning is not None:  # what was tried for it comes first
+                tried = fill_all(trial_table(table, table.epochs), records)
+                found[:0] = [one for one in tried if _kind(one.group) == _trials_group(table)]
+            for filled in found:
+                shown |= {id(record) for record in filled.records}
+                if sum(bool(line.cells) for line in filled.lines) > 1:
                     parts += paper_table(place, file, filled)
         former = [r for r in records if id(r) not in shown and r.measure.endswith("_top1")]
         for alike in grouped(former, lambda r: (r.work, r.protocol["split"], r.protocol["size"])):
@@ -105,10 +107,16 @@ def paper_tables(place: Place) -> str:
     return "\n\n".join([heading, PAPER_TABLES_SAY, *parts] if parts else [])
 
 
-def with_trials(name: str) -> list[Table]:
-    """A table, and before it that of the learning rates that were tried for it."""
-    table = read_table(name)
-    return [table] if table.tuning is None else [trial_table(table, table.epochs), table]
+def _trials_group(table: Table) -> tuple[int, str, float | None]:
+    """How the trials of a table's learning rates are trained and judged."""
+    assert table.tuning is not None
+    epochs = trial_table(table, table.epochs).epochs
+    return epochs, HELD_OUT, table.tuning.share
+
+
+def _kind(group: Group) -> tuple[int, str, float | None]:
+    """The same of any, whatever the images."""
+    return group.epochs, group.split, group.held_out_share
 
 
 def paper_table(place: Place, file: Path, filled: Filled) -> list[str]:
@@ -140,9 +148,15 @@ def compared_with(record: AnyRecord) -> tuple[str, str, str, int]:
 def comparison_table(place: Place, file: Path, records: Sequence[AnyRecord]) -> str:
     """A row for every entry and size of images, with the changes that not all have; a column for
     every measure."""
+    common, own = common_overrides([record.protocol["changes"] for record in records])
+    diverged = [
+        f"{name_of(run[0])}{quoted(run[0].protocol['changes'])}, seed {run[0].seed}{end}"
+        for run in grouped(records, lambda r: (r.subject, r.protocol["changes"], r.seed))
+        for end in divergences(run).values()
+    ]
+    everything, records = records, [r for r in records if r.measure != DIVERGED]
     several_seeds = len({record.seed for record in records}) > 1
     several_sizes = len({record.protocol["size"] for record in records}) > 1
-    common, own = common_overrides([record.protocol["changes"] for record in records])
     columns = dict.fromkeys(map(measured_by, records))
     rows = []
     entries = grouped(records, lambda r: (r.subject, r.protocol["changes"], r.protocol["size"]))
@@ -163,7 +177,13 @@ def comparison_table(place: Place, file: Path, records: Sequence[AnyRecord]) -> 
         rows.append([name_of(entry[0]), own[facts["changes"]], marked, size, *cells, seeds])
     headings = ["method", "overrides", "training time", "evaluated at", *columns, "seeds"]
     table = markdown_table(headings, "llrr" + "r" * (len(columns) + 1), rows)
-    return section(table, marks_told(times), common, circumstances(records), place.link(file))
+    ends = f"Training diverged: {'; '.join(diverged)}." if diverged else ""
+    told = (marks_told(times), common, ends, circumstances(everything), place.link(file))
+    return section(table if rows else "", *told).strip()
+
+
+def quoted(changes: str) -> str:
+    return f" `{changes}`" if changes else ""
 
 
 class TrainingTime(NamedTuple):

@@ -80,7 +80,7 @@ def size_of(run: Sequence[AnyRecord]) -> int:
         if "settings" in record.protocol:
             input = record.protocol["settings"]["input"]
             return int(input["eval_size"] or input["size"])
-    return int(run[0].protocol["size"])
+    return int(next(r.protocol["size"] for r in run if "size" in r.protocol))
 
 
 def the_run(record: AnyRecord) -> tuple[object, ...]:

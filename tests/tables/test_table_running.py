@@ -16,16 +16,17 @@ from helpers import (
     Outcome,
     assert_done,
     assert_refused,
+    make_images,
     run_cli,
     two_splits,
     write_recipe,
 )
 from xmoco.errors import TRY_AGAIN
 from xmoco.evaluate.classify import LINEAR
-from xmoco.tables import bench, drawing, running
+from xmoco.tables import attempts, bench, drawing, running
 from xmoco.tables.definition import read_table
 from xmoco.tables.plan import Asked, plan
-from xmoco.train.loop import DivergedError
+from xmoco.train.loop import DivergedError, Training
 from xmoco.train.run_folder import RunFolder
 
 TABLE: dict[str, Any] = {
@@ -94,7 +95,7 @@ def folders() -> dict[str, Path]:
     """Run folders by row, of seed 0."""
     planned = plan(read_table("two.yaml"), Asked(seeds=(0,)))
     own = bench.Images.open(planned[0].trial.config.data, None).fingerprints
-    return {one.row.name: Path("out/runs") / running.run_name(one.trial, own) for one in planned}
+    return {one.row.name: Path("out/runs") / attempts.run_name(one.trial, own) for one in planned}
 
 
 def test_what_is_missing_is_run_and_drawn_and_nothing_twice() -> None:
@@ -256,10 +257,18 @@ def test_what_diverged_is_tried_again_in_another_way_only() -> None:
     assert Path("out/records.jsonl").read_bytes() == before
 
 
-def test_a_row_measured_after_all_is_no_gap() -> None:
-    rows = [{"name": "bad", "settings": "learning_rate=9e15"}, {"name": "good"}]
-    write_table(rows=rows, columns=["knn20"])
-    assert_refused(run(), "as training diverged: bad, seed 0, at step")
+def test_a_row_measured_after_all_is_no_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_table(rows=[{"name": "bad", "settings": "hue=0.3"}, {"name": "good"}], columns=["knn20"])
+    trained = bench.Bench._train
+
+    def diverging(self: bench.Bench, training: Training, *rest: Any) -> Any:
+        if training.run.path.name in bad and not training.plan.skip_bad_steps:
+            raise DivergedError("the loss is NaN", step=2)
+        return trained(self, training, *rest)
+
+    bad = [folders()["bad"].name]
+    monkeypatch.setattr(bench.Bench, "_train", diverging)
+    assert_refused(run(), "as training diverged: bad, seed 0, at step 2")
     outcome = run("--row", "bad", "skip_bad_steps=true")
     assert_done(outcome)
     assert "1 run, 1 to be trained" in outcome.stdout
@@ -269,6 +278,59 @@ def test_a_row_measured_after_all_is_no_gap() -> None:
     text = Path("out/two.md").read_text()
     assert "diverged" not in text
     assert "Trained with skip_bad_steps=true: bad." in text
+
+
+def test_features_that_are_no_numbers_are_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kNN would make an accuracy of them: that of chance, or of one class."""
+    trained = bench.Bench._train
+
+    def broken(self: bench.Bench, training: Training, *rest: Any) -> Any:
+        found = trained(self, training, *rest)
+        norm = next(m for m in training.task.modules() if isinstance(m, torch.nn.BatchNorm2d))
+        assert norm.running_var is not None
+        norm.running_var.fill_(torch.nan)
+        return found
+
+    monkeypatch.setattr(bench.Bench, "_train", broken)
+    write_table(columns=["knn20"])
+    assert_refused(run("--row", "0.9"), "as training diverged: 0.9, seed 0, at step 3")
+    assert [(r["measure"], r["value"]) for r in records()] == [(bench.DIVERGED, 3)]
+
+
+def test_images_that_are_shrunk_are_other_images() -> None:
+    for split in ("train", "val"):
+        make_images(Path("photos", split), each=12, side=48)
+    arguments = ("--row", "0.9", "--data", "photos")
+    assert_done(run(*arguments))
+    assert "0 to be trained" in run(*arguments, "preload_gib=0").stdout
+    assert "1 run, 1 to be trained" in run(*arguments, "short_side=32").stdout
+    first, second = (r["value"] for r in records() if r["measure"] == "logistic_top1")
+    assert first != second
+
+
+def test_precisions_that_differ_are_told() -> None:
+    write_table(columns=["knn20"])
+    assert_done(run("--row", "0.5", "precision=bf16"))
+    assert_done(run())
+    assert (
+        "Trained in different precisions, so that times do not compare. bf16: 0.5; fp32: 0.9."
+    ) in Path("out/two.md").read_text()
+
+
+def test_what_was_trained_can_be_measured_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its weights, which stay when its records are there."""
+    write_table(columns=["knn20"])
+    assert_done(run("--row", "0.9"))
+    before = records()
+    monkeypatch.setattr(bench.Bench, "_train", lambda *_: pytest.fail("trained again"))
+    write_table(columns=["knn20", "logistic", "bank_memory"])
+    outcome = run("--row", "0.9")
+    assert_done(outcome)
+    added = records()[len(before) :]
+    assert "logistic_top1" in {r["measure"] for r in added}
+    assert {r["measure"]: r["value"] for r in before}.items() <= {
+        r["measure"]: r["value"] for r in added
+    }.items()
 
 
 def test_images_of_the_same_name_are_not_taken_for_these() -> None:
@@ -369,7 +431,7 @@ def test_what_another_process_works_on_is_left_to_it() -> None:
 
 def test_a_run_that_its_process_left_is_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of several processes one may be killed: the first tells of what is missing then."""
-    monkeypatch.setattr(running, "_on_devices", lambda *_: running.Course())
+    monkeypatch.setattr(running, "_on_devices", lambda *_: {})
     assert_refused(run("--devices", "2"), "2 of 2 runs failed", "did not finish it")
     assert cells()["0.5"][0] == "–"
 
@@ -440,11 +502,11 @@ def test_a_linear_classifier_that_diverges_costs_nothing_else(
     assert {"knn_top1", "train_seconds"} <= {r["measure"] for r in before}
     assert cells()["0.9"][0].endswith(" %")
     assert f"Training diverged: {told}." in Path("out/two.md").read_text()
-    outcome = run()
-    assert "1 run, 0 to be trained" in outcome.stdout
-    assert records() == before
-    assert_done(run("skip_bad_steps=true"))
-    assert "diverged" not in Path("out/two.md").read_text()
+    for arguments in ((), ("skip_bad_steps=true",)):  # which is for the method
+        outcome = run(*arguments)
+        assert "1 run, 0 to be trained" in outcome.stdout
+        assert_refused(outcome, f"Gaps in the table, as training diverged: {told}.\n")
+        assert records() == before
 
 
 @pytest.mark.parametrize(
@@ -461,6 +523,7 @@ def test_a_linear_classifier_that_diverges_costs_nothing_else(
         (["two.yaml", "train.seed=2"], ["train.seed=2: give --seeds instead"]),
         (["two.yaml", "epocs=1"], ["unknown key 'epocs' (did you mean epochs?)"]),
         (["two.yaml", "--data", "gone"], ["there is no folder or archive"]),
+        (["none.yaml"], ["all rows are the paper's alone: there is nothing to train"]),
         (["two.yaml", "--data", "alone"], ["has no test images", "--held-out"]),
     ],
 )
@@ -468,6 +531,7 @@ def test_mistakes_are_told_before_anything_is_trained(
     arguments: list[str], words: list[str], images: Path
 ) -> None:
     Path("alone").symlink_to(images / "train")
+    write_table("none.yaml", rows=[{"name": "0.5", "paper": [42.5], "paper_only": True}])
     assert_refused(run_cli("tables", "run", *arguments, "--out", "out"), *words)
     assert not Path("out").exists()
 
@@ -483,13 +547,13 @@ def test_others_may_append_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_done(run("--row", "0.9"))
     kept = Path("out/records.jsonl").read_text()
     Path("out/records.jsonl").unlink()
-    claimed = running._claimed
+    claimed = attempts.Books.claimed
 
     def late(*arguments: Any) -> Any:
         Path("out/records.jsonl").write_text(kept)
         return claimed(*arguments)
 
-    monkeypatch.setattr(running, "_claimed", late)
+    monkeypatch.setattr(attempts.Books, "claimed", late)
     monkeypatch.setattr(running.Bench, "attempt", lambda *_, **__: pytest.fail("trained again"))
     assert_done(run("--row", "0.9"))
 

@@ -263,10 +263,13 @@ def check_seed(seed: int) -> None:
 def labelled_splits(data: str | Path, options: EvalOptions) -> tuple[ImageSet, ImageSet | None]:
     """Training and test images with one label each; a set of one split has no test images."""
     # Not checked as a setting, which is text: a path may hold bytes that are not.
-    source = DataConfig().model_copy(
-        update={"source": str(data), "root": options.root, "download": options.download}
-    )
-    train, test = open_images(source, "train"), open_images(source, "test")
+    source = {"source": str(data), "root": options.root, "download": options.download}
+    return labelled_splits_of(DataConfig().model_copy(update=source))
+
+
+def labelled_splits_of(data: DataConfig) -> tuple[ImageSet, ImageSet | None]:
+    """The same, of a run's images."""
+    train, test = open_images(data, "train"), open_images(data, "test")
     assert train is not None
     for images in filter(None, (train, test)):
         if images.labels is None:

@@ -1,4 +1,4 @@
-"""Configurations × seeds → records: what ``xmoco tables`` and benchmarks/compare.py rest on.
+"""A configuration with a seed → records: what ``xmoco tables`` and benchmarks/compare.py rest on.
 
 A trial is a configuration with a seed. It is trained on images that were decoded once for all, and
 judged on others by every column that is asked for. Its records tell it from all other trials, so
@@ -7,6 +7,7 @@ that a trial whose records are there is never run again.
 
 import copy
 import gc
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from xmoco.data.fingerprint import fingerprint
 from xmoco.data.subset import held_out, held_out_positions
 from xmoco.errors import UserError
 from xmoco.evaluate.classify import LINEAR, class_scores, train_classifier
-from xmoco.evaluate.evaluation import EvalOptions, labelled_splits
+from xmoco.evaluate.evaluation import labelled_splits_of
 from xmoco.evaluate.features import Features, backbone_features
 from xmoco.evaluate.knn import knn_accuracy
 from xmoco.evaluate.logistic import fit, fit_path
@@ -31,7 +32,7 @@ from xmoco.evaluate.metrics import top_k
 from xmoco.fabric import Fabric
 from xmoco.files import write_whole
 from xmoco.methods import Method, build_method
-from xmoco.nn.weights import BackboneCard, save_backbone
+from xmoco.nn.weights import BackboneCard, load_weights, save_backbone
 from xmoco.pretraining import identity_of, prepare_training, work_name
 from xmoco.records import Measured, Record, forget_half_line, read_records
 from xmoco.settings import FREE
@@ -49,6 +50,9 @@ KNN_TEMPERATURE = 0.1
 HELD_OUT = "validation, held out of the training images"
 DIVERGED = "diverged"
 """What a record measures that tells at which step a trial ended so."""
+
+TRAINED = "trained.json"
+"""In a run folder, what training told: there once it is over and its weights are saved."""
 
 PART = "of"
 """Where such a record tells the measure whose classifier did, if not the method itself."""
@@ -98,7 +102,8 @@ class Trial:
         ends = [record for record in own if record.measure == DIVERGED]
         if self.facts["split"] != HELD_OUT:
             now = numerics(self.config)
-            ends = [record for record in ends if record.protocol.get("numerics") == now]
+            # which a linear classifier does not depend on
+            ends = [r for r in ends if PART in r.protocol or r.protocol.get("numerics") == now]
         ended = {record.protocol.get(PART) for record in ends}
         return [
             column
@@ -112,16 +117,17 @@ class Trial:
         return Record(DIVERGED, step, "step", self.subject, self.work, protocol, self.seed)
 
 
-def divergences(own: Sequence[Kept]) -> list[str]:
-    """In words, what of a trial diverged and was not measured after all, by its records."""
+def divergences(own: Sequence[Kept]) -> dict[str | None, str]:
+    """What of a trial diverged and was not measured after all, by its records: in words, by the
+    measure whose classifier did; by none if the method did."""
     measured = {record.measure for record in own} - {DIVERGED}
-    told = {}
+    told: dict[str | None, str] = {}
     for record in own:
         part = record.protocol.get(PART)
         if record.measure == DIVERGED and (part not in measured if part else not measured):
             what = ", its linear classifier" if part else ""
             told[part] = f"{what}, at step {int(record.value):,}"
-    return [*told.values()]
+    return told
 
 
 def numerics(config: Config) -> dict[str, Any]:
@@ -154,8 +160,7 @@ class Images:
     @classmethod
     def open(cls, data: DataConfig, held_out_share: float | None) -> "Images":
         """With a share, that part of the training images is judged, and no test image looked at."""
-        options = EvalOptions(root=data.root, download=data.download)
-        train, test = labelled_splits(data.source, options)
+        train, test = labelled_splits_of(data)
         fingerprints = {"train_fingerprint": fingerprint(train, with_labels=True)}
         if held_out_share is not None:
             train, test = held_out(train, held_out_share)
@@ -168,9 +173,9 @@ class Images:
             fingerprints["test_fingerprint"] = fingerprint(test, with_labels=True)
         return cls(train, test, fingerprints)
 
-    def decoded(self, device: torch.device) -> "Images":
+    def decoded(self, device: torch.device, gib: float) -> "Images":
         """The same on the device, where they fit."""
-        train, test = (preload(part, device) for part in (self.train, self.test))
+        train, test = (preload(part, device, gib=gib) for part in (self.train, self.test))
         return replace(self, train=train, test=test)
 
 
@@ -205,75 +210,96 @@ class Bench:
         columns: Sequence[Column],
         run: RunFolder,
         *,
-        sizes: Sequence[int] | None = None,
+        sizes: Sequence[int] = (),
         watch: Callable[[Training], Callback] = lambda _: Callback(),
         build: Callable[[Config], Method] = build_method,
         command: str = "",
     ) -> list[Record]:
-        """Train, or go on where ``run`` was interrupted; then measure, by images of ``sizes``.
+        """Train, or go on where ``run`` was interrupted, or take what was trained there; then
+        measure, by images of ``sizes``.
 
         Sizes are the recipe's for evaluation if not given. ``build`` makes the method that the
         configuration names, or one of another library; ``command`` is what a person goes on with.
         """
+        file = run.path / TRAINED
+        if file.exists() and run.weights.exists():
+            backbone = load_weights(run.weights).backbone.to(self.device)
+            told: dict[str, float] = json.loads(file.read_bytes())
+        else:
+            backbone, told = self._trained(trial, run, watch, build, command)
+            save_backbone(
+                backbone, BackboneCard.of_run(trial.config, trial.config.train.epochs), run.weights
+            )
+            write_whole(file, json.dumps(told).encode())
+        config = trial.config
+        common = {
+            **trial.facts,
+            **trial.told,
+            **self.images.fingerprints,
+            "numerics": numerics(config),
+            "data": self.images.train.name,
+            "train_images": len(self.images.train),
+            "judged_images": len(self.images.test),
+            "features": "backbone",
+            "train_seconds": round(told["train_seconds"], 1),
+            "images_per_second": round(told["images_per_second"]),
+        }
+        found = [
+            self._record(trial, column, value, common | {"size": size} | facts)
+            for size in sizes or [config.input.central_size]
+            for column, value, facts in self._judged(
+                backbone,
+                config.input.model_copy(update={"eval_size": size}),
+                columns,
+                run.path,
+                steps=int(told["steps"]),
+            )
+        ]
+        found += [
+            self._record(trial, column, told[column.measure], common)
+            for column in columns
+            if column.measure in told
+        ]
+        return found
+
+    def _trained(
+        self,
+        trial: Trial,
+        run: RunFolder,
+        watch: Callable[[Training], Callback],
+        build: Callable[[Config], Method],
+        command: str,
+    ) -> tuple[nn.Module, dict[str, float]]:
+        """The backbone, and what training tells, by the measures of columns."""
         held = self._free()
-        config, fingerprints = trial.config, self.images.fingerprints
+        config = trial.config
         training = prepare_training(
             config,
             self.fabric,
             self.images.train,
             run,
             build,
-            identity=identity_of(unwatched(config), fingerprints["train_fingerprint"]),
+            identity=identity_of(unwatched(config), self.images.fingerprints["train_fingerprint"]),
             resume_command=command,
         )
         if not training.restore():  # whatever checkpoints there were
             assert isinstance(training.task, Method)
             start_from_weights(training.task, config)
-        gpu_memory = run.path / "gpu_memory"  # of training, for when judging is interrupted
-        seconds = training.seconds
-        if not training.finished:
+        seconds, peak = training.seconds, None
+        if not training.finished:  # by the last checkpoint of one that was killed
             seconds, peak = self._train(training, watch)
-            write_whole(gpu_memory, str(peak - held).encode())
         method = training.task
         assert isinstance(method, Method)
-        common = {
-            **trial.facts,
-            **trial.told,
-            **fingerprints,
-            "numerics": numerics(config),
-            "data": self.images.train.name,
-            "train_images": len(self.images.train),
-            "judged_images": len(self.images.test),
-            "features": "backbone",
-            "train_seconds": round(seconds, 1),
-            "images_per_second": round(training.total_steps * config.train.batch / seconds),
-        }
-        measured = {
+        told = {
+            "steps": training.total_steps,
             "train_seconds": seconds,
+            "images_per_second": training.total_steps * config.train.batch / seconds,
             "bank_memory": bank_bytes(method) / 2**20,
             "backbone_parameters": parameters(method.encoder.backbone) / 1e6,
         }
-        if gpu_memory.exists():  # unless killed between the last step and this
-            measured["gpu_memory"] = int(gpu_memory.read_bytes()) / 2**30
-        found = [
-            self._record(trial, column, value, common | {"size": size} | facts)
-            for size in sizes or [config.input.central_size]
-            for column, value, facts in self._judged(
-                method.encoder.backbone,
-                config.input.model_copy(update={"eval_size": size}),
-                columns,
-                run.path,
-            )
-        ]
-        found += [
-            self._record(trial, column, measured[column.measure], common)
-            for column in columns
-            if column.measure in measured
-        ]
-        if run.path.joinpath("config.yaml").exists():  # a run folder that stays
-            card = BackboneCard.of_run(config, config.train.epochs)
-            save_backbone(method.encoder.backbone, card, run.weights)
-        return found
+        if peak is not None:
+            told["gpu_memory"] = (peak - held) / 2**30
+        return method.encoder.backbone, told
 
     def knn(self, backbone: nn.Module, input: InputConfig, k: int) -> float:
         """How good the backbone is by now."""
@@ -329,10 +355,19 @@ class Bench:
         )
 
     def _judged(
-        self, backbone: nn.Module, input: InputConfig, columns: Sequence[Column], folder: Path
+        self,
+        backbone: nn.Module,
+        input: InputConfig,
+        columns: Sequence[Column],
+        folder: Path,
+        steps: int,
     ) -> Iterator[tuple[Column, float | Ended, dict[str, Any]]]:
-        """How good the backbone is on the images held back, and what is particular to a column."""
+        """How good the backbone is, after so many steps, on the images held back, and what is
+        particular to a column."""
         bank, asked = self._features(backbone, input)
+        if not all(part.vectors.isfinite().all() for part in (bank, asked)):
+            # The loss may have been a number; kNN would make an accuracy of anything.
+            raise DivergedError("the backbone's features are NaN or infinite.", steps)
         ks = [column.k for column in columns if column.k is not None]
         neighbours = self._knn(bank, asked, ks) if ks else {}
         for column in columns:
@@ -407,8 +442,15 @@ def unwatched(config: Config) -> Config:
     are as by default."""
     usual = Config()
     train = {name: getattr(usual.train, name) for name in FREE["train"]}
-    sections = {name: getattr(usual, name) for name in ("run", "data", "monitor")}
-    return config.model_copy(update={**sections, "train": config.train.model_copy(update=train)})
+    data = DataConfig(short_side=config.data.short_side)
+    return config.model_copy(
+        update={
+            "run": usual.run,
+            "data": data,
+            "monitor": usual.monitor,
+            "train": config.train.model_copy(update=train),
+        }
+    )
 
 
 def lasting(config: Config) -> dict[str, Any]:

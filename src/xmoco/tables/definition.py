@@ -94,6 +94,8 @@ class Table(BaseModel):
         names = [row.name for row in self.rows]
         if len({*names}) < len(names):
             raise ValueError("two rows have the same name")
+        if not self.trained:
+            raise ValueError("all rows are the paper's alone: there is nothing to train")
         for column in self.paper_columns:
             if column.beside is not None and column.beside not in self.columns:
                 raise ValueError(f"{column.beside}, beside which {column.heading} is, is no column")

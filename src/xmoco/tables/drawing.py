@@ -148,7 +148,7 @@ def fill(
                 shown += last.values()
         for seed in dict.fromkeys(record.seed for record in found):
             ends = divergences([record for record in found if record.seed == seed])
-            diverged += [f"{row.name}, seed {seed}{end}" for end in ends]
+            diverged += [f"{row.name}, seed {seed}{end}" for end in ends.values()]
         lines.append(Line(row, cells, trial))
     return Filled(table, group, lines, shown, chosen.tried, diverged)
 
@@ -168,16 +168,14 @@ def _of_a_table(record: Kept) -> bool:
     return {"source", "settings", "epochs", "split"} <= record.protocol.keys()
 
 
-def draw(filled: Filled, name: str, out: Path, failed: Mapping[str, str]) -> list[Path]:
-    """Write the table as Markdown, CSV and a picture into folder ``out``."""
-    return write_files(
-        out,
-        {
-            f"{name}.md": page(filled, failed).encode(),
-            f"{name}.csv": csv_text(filled).encode(),
-            f"{name}.png": to_png(picture(filled)),
-        },
-    )
+def draw(
+    filled: Filled, name: str, out: Path, failed: Mapping[str, str], pictured: bool = True
+) -> list[Path]:
+    """Write the table as Markdown, CSV and, if that is wanted, a picture into folder ``out``."""
+    files = {f"{name}.md": page(filled, failed).encode(), f"{name}.csv": csv_text(filled).encode()}
+    if pictured:
+        files[f"{name}.png"] = to_png(picture(filled))
+    return write_files(out, files)
 
 
 # Words
@@ -246,6 +244,7 @@ def _number(seeds: int) -> str:
 def notes(filled: Filled) -> list[str]:
     """What is to be read out of the table, and how its figures came about."""
     told = [*agreements(filled), _spread(filled), _divergence(filled), _skipping(filled)]
+    told.append(_precisions(filled))
     told += [*unequal(filled), _rates(filled), filled.table.chosen]
     if filled.records:
         told.append(circumstances(filled.records, _data, _size))
@@ -269,10 +268,29 @@ def _divergence(filled: Filled) -> str:
 
 def _skipping(filled: Filled) -> str:
     """Which rows are not quite what their settings say."""
-    skipped = [_identity(r) for r in filled.records if _numerics(r).get("skip_bad_steps")]
-    trials = {line.row.name: line.trial for line in filled.lines if line.trial is not None}
-    rows = [name for name, trial in trials.items() if trial.identity in skipped]
+    rows = _rows_by(filled, lambda record: _numerics(record).get("skip_bad_steps")).get(True)
     return f"Trained with skip_bad_steps=true: {', '.join(rows)}." if rows else ""
+
+
+def _precisions(filled: Filled) -> str:
+    """Which rows were trained in which precision, if not all in the same."""
+    rows = _rows_by(filled, lambda record: _numerics(record).get("precision"))
+    rows.pop(None, None)  # old records do not tell
+    if len(rows) < 2:
+        return ""
+    told = "; ".join(f"{precision}: {', '.join(names)}" for precision, names in rows.items())
+    return f"Trained in different precisions, so that times do not compare. {told}."
+
+
+def _rows_by(filled: Filled, of: Callable[[Kept], Any]) -> dict[Any, list[str]]:
+    """The names of rows by what their records tell; a row may have several."""
+    rows: dict[Any, list[str]] = {}
+    for line in filled.lines:
+        if line.trial is not None:
+            own = [r for r in filled.records if _identity(r) == line.trial.identity]
+            for value in dict.fromkeys(map(of, own)):
+                rows.setdefault(value, []).append(line.row.name)
+    return rows
 
 
 def _numerics(record: Kept) -> Mapping[str, Any]:

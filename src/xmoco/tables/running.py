@@ -1,22 +1,15 @@
 """Runs what is missing of a table: one trial after the other, or one per device.
 
-Every trial has a run folder, which is locked while somebody trains in it. So several processes may
-work on one table, whoever started them: each takes the next trial that nobody works on, and none is
-trained twice. Records are added when a trial is done; until then its checkpoints stay, from which
-the same command goes on.
+Where a table wants trials of its rows' learning rates, they are a table of their own, and those of
+a row come right before it: a table that has to end early has some rows whole.
 """
 
-import hashlib
-import json
 import multiprocessing
 import os
-import re
-import shutil
 import sys
-import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple, Self
@@ -28,26 +21,23 @@ from xmoco.config import Config
 from xmoco.errors import Interrupted, UserError
 from xmoco.planning import say
 from xmoco.records import append_records
-from xmoco.settings import config_yaml
-from xmoco.tables.bench import (
-    Bench,
-    Images,
-    Kept,
-    Trial,
-    divergences,
-    known_records,
-    lasting,
-    numerics,
-)
-from xmoco.tables.columns import COLUMNS, Column
+from xmoco.tables.attempts import Books, Wanted, attempt
+from xmoco.tables.bench import Bench, Images, Kept, divergences, numerics
+from xmoco.tables.columns import COLUMNS
 from xmoco.tables.definition import Table, read_table
 from xmoco.tables.drawing import Group, draw, fill
 from xmoco.tables.plan import Asked, Planned, plan
-from xmoco.tables.tuning import Tuned, is_tuned, not_trained, trials_asked, with_best_rates
+from xmoco.tables.tuning import (
+    Tuned,
+    is_tuned,
+    not_trained,
+    trial_names,
+    trials_asked,
+    with_best_rates,
+)
 from xmoco.train.engine import build_fabric, choose_device
-from xmoco.train.loop import Callback, DivergedError, Training
+from xmoco.train.loop import Callback, Training
 from xmoco.train.progress import Progress
-from xmoco.train.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -64,6 +54,8 @@ class Job:
     """With which a person goes on."""
     images: Mapping[str, str] = field(default_factory=dict)
     """What tells the images from others of the same name, if they are there."""
+    pictured: bool = True
+    """Whether it is drawn as a picture, too."""
 
     @classmethod
     def of(
@@ -77,24 +69,17 @@ class Job:
         table = read_table(name)
         return cls(table, Path(name).stem, asked, out, records or out / "records.jsonl", command)
 
-    def known(self) -> list[Kept]:
-        """All records but those of other images that only have the same name. Images of the same
-        names, numbers and labels are the same: what they show is not looked at."""
-        return [
-            record
-            for record in known_records(self.records)
-            if all(record.protocol.get(key, own) == own for key, own in self.images.items())
-        ]
+    @property
+    def books(self) -> Books:
+        return Books(self.records, self.out / "runs", self.images)
 
-
-@dataclass
-class Course:
-    """What became of the trials of a table."""
-
-    failed: dict[str, str] = field(default_factory=dict)
-    """Label and reason."""
-    elsewhere: list[str] = field(default_factory=list)
-    """Labels of those that another process is training."""
+    def trials(self) -> "Job | None":
+        """Of its rows' learning rates, if it wants some."""
+        if not is_tuned(self.table, self.asked):
+            return None
+        table, asked = trials_asked(self.table, self.asked)
+        # Three columns of points for every row would be too wide to read.
+        return replace(self, table=table, name=f"{self.name}-rates", asked=asked, pictured=False)
 
 
 @dataclass(frozen=True)
@@ -107,16 +92,17 @@ class Outcome:
 def run_table(
     job: Job, *, devices: int = 1, dry_run: bool = False, console: Console | None = None
 ) -> Outcome:
-    """Run what is missing of a table, on so many devices at once, and draw what there is. Trials of
-    the rows' learning rates come first, if the table wants them."""
+    """Run what is missing of a table, on so many devices at once, and draw what there is."""
     console = console or Console()
     # A mistake is told before anything is trained, trials included.
     job = replace(job, images=_fingerprints(job, dry_run))
-    jobs = [job]
-    if is_tuned(job.table, job.asked):
-        table, asked = trials_asked(job.table, job.asked)
-        jobs.insert(0, replace(job, table=table, name=f"{job.name}-rates", asked=asked))
-    outcomes = [_run(one, devices, dry_run, console) for one in jobs]
+    jobs = [one for one in (job.trials(), job) if one is not None]
+    device = choose_device(plan(job.table, job.asked)[0].trial.config.run.device)
+    missing = [_tell_what_is_missing(one, device, dry_run, console) for one in jobs]
+    failed: Mapping[str, str] = {}
+    if any(missing) and not dry_run:
+        failed = run_missing(job, console) if devices == 1 else _on_devices(job, devices, device)
+    outcomes = [_drawn(one, failed, device, dry_run, console) for one in jobs]
     problem = " ".join(outcome.problem for outcome in outcomes if outcome.problem is not None)
     if dry_run and problem:  # it has done what it was asked for
         say(console, problem)
@@ -136,11 +122,10 @@ def _fingerprints(job: Job, dry_run: bool) -> Mapping[str, str]:
         raise
 
 
-def _run(job: Job, devices: int, dry_run: bool, console: Console) -> Outcome:
-    """One table, whatever comes before it."""
+def _tell_what_is_missing(job: Job, device: str, dry_run: bool, console: Console) -> bool:
+    """And whether anything is."""
     every = plan(job.table, job.asked)
     planned, chosen = _planned(job)
-    device = choose_device(every[0].trial.config.run.device)
     missing = _missing(job, planned, device)
     runs = "1 run" if len(every) == 1 else f"{len(every)} runs"
     waiting = [one for one in every if one.row.name in chosen.waiting]
@@ -148,26 +133,33 @@ def _run(job: Job, devices: int, dry_run: bool, console: Console) -> Outcome:
     say(console, f"{job.table.title}: {runs}, {len(missing)} to be trained{later}")
     if missing and dry_run:
         say(console, f"missing: {'; '.join(one.label for one in missing)}")
-    course = Course()
-    if missing and not dry_run:
-        course = run_missing(job, console) if devices == 1 else _on_devices(job, devices, device)
-        for one in _missing(job, planned, device):
-            if one.label not in course.failed and not _in_work(job, one.trial):
-                course.failed[one.label] = "the process that worked on it did not finish it"
-        unfinished = {one.label for one in _missing(job, planned, device)} - course.failed.keys()
-        course.elsewhere = [label for label in course.elsewhere if label in unfinished]
-    if course.elsewhere:
+    return bool(missing or waiting)
+
+
+def _drawn(
+    job: Job, failed: Mapping[str, str], device: str, dry_run: bool, console: Console
+) -> Outcome:
+    """The table as far as it goes, and what is wrong with it: runs that ``failed``, by label, with
+    the reason."""
+    every = plan(job.table, job.asked)
+    planned, chosen = _planned(job)
+    missing = [] if dry_run else _missing(job, planned, device)
+    labels = {one.label for one in planned}
+    failed = {label: why for label, why in failed.items() if label in labels}
+    for one in missing:
+        if one.label not in failed and not _in_work(job, one):
+            failed[one.label] = "the process that worked on it did not finish it"
+    elsewhere = [one.label for one in missing if one.label not in failed]
+    if elsewhere:
         say(
             console,
-            f"in work by another process: {'; '.join(course.elsewhere)}. When it is done, the same "
+            f"in work by another process: {'; '.join(elsewhere)}. When it is done, the same "
             "command draws the table again.",
         )
-    group = Group.of(every[0].trial.facts)
-    known = job.known()
-    files = draw(
-        fill(job.table, known, group, job.asked.overrides), job.name, job.out, course.failed
-    )
-    problems = [_failures(course, len(planned))]
+    known = job.books.known()
+    filled = fill(job.table, known, Group.of(every[0].trial.facts), job.asked.overrides)
+    files = draw(filled, job.name, job.out, failed, pictured=job.pictured)
+    problems = [_failures(failed, len(planned))]
     if job.asked.held_out is None:  # where settings are tried, it is a result
         rows = {one.row.name for one in every}
         lost = [name for name in chosen.all_diverged if name in rows]
@@ -178,7 +170,7 @@ def _run(job: Job, devices: int, dry_run: bool, console: Console) -> Outcome:
 def _planned(job: Job) -> tuple[list[Planned], Tuned]:
     """What is to be trained, by the best of the learning rates that were tried."""
     facts = plan(job.table, job.asked)[0].trial.facts
-    known = job.known()
+    known = job.books.known()
     chosen = with_best_rates(job.table, job.asked, known, facts["source"], facts["epochs"])
     without = {*chosen.waiting, *chosen.all_diverged}
     ready = [one for one in plan(chosen.table, job.asked) if one.row.name not in without]
@@ -186,151 +178,99 @@ def _planned(job: Job) -> tuple[list[Planned], Tuned]:
 
 
 def _missing(job: Job, planned: Sequence[Planned], device: str) -> list[Planned]:
-    known = job.known()
-    columns = _columns(job.table, device)
-    return [one for one in planned if one.trial.lacks(columns, known)]
+    known = job.books.known()
+    return [one for one in planned if _wanted(job, one, device).lacks_any(known)]
 
 
-def _in_work(job: Job, trial: Trial) -> bool:
-    with _claimed(job, trial) as run:
+def _in_work(job: Job, one: Planned) -> bool:
+    with job.books.claimed(one.trial) as run:
         return run is None
 
 
-def _columns(table: Table, device: str) -> list[Column]:
-    return [column for column in table.measured if column.can_be_had_on(device)]
+def _wanted(job: Job, one: Planned, device: str) -> Wanted:
+    columns = [column for column in job.table.measured if column.can_be_had_on(device)]
+    return Wanted(one.label, one.trial, columns)
 
 
-def _with_all_that_is_told(columns: Sequence[Column], device: str) -> list[Column]:
+def _with_all_that_is_told(wanted: Wanted, device: str) -> Wanted:
     """What training tells is recorded whether the table shows it or not: another table that does,
     and has the run in common, would train it again."""
     told = [c for c in COLUMNS.values() if c.told_by_training and c.can_be_had_on(device)]
-    return [*columns, *(column for column in told if column not in columns)]
+    besides = [column for column in told if column not in wanted.columns]
+    return replace(wanted, columns=[*wanted.columns, *besides])
 
 
-def _failures(course: Course, planned: int) -> str:
-    if not course.failed:
+def _failures(failed: Mapping[str, str], planned: int) -> str:
+    if not failed:
         return ""
-    reasons = "; ".join(f"{label}: {reason}" for label, reason in course.failed.items())
+    reasons = "; ".join(f"{label}: {reason}" for label, reason in failed.items())
     return (
-        f"{len(course.failed)} of {planned} runs failed and are gaps in the table ({reasons}). "
+        f"{len(failed)} of {planned} runs failed and are gaps in the table ({reasons}). "
         "The same command tries them again."
     )
 
 
 def _divergence(planned: Sequence[Planned], known: Sequence[Kept]) -> str:
-    found = [f"{one.label}{end}" for one in planned for end in divergences(one.trial.own(known))]
+    ends = {one.label: divergences(one.trial.own(known)) for one in planned}
+    found = [f"{label}{words}" for label, own in ends.items() for words in own.values()]
     if not found:
         return ""
+    gaps = f"Gaps in the table, as training diverged: {'; '.join(found)}."
+    if not any(None in own for own in ends.values()):
+        return gaps  # linear classifiers, whose settings are the protocol's
     bf16 = any(numerics(one.trial.config)["precision"] == "bf16" for one in planned)
     return (
-        f"Gaps in the table, as training diverged: {'; '.join(found)}. To try again, give another "
-        f"learning_rate{', precision=fp32' * bf16} or skip_bad_steps=true."
+        f"{gaps} To try again, give another learning_rate{', precision=fp32' * bf16} or "
+        "skip_bad_steps=true."
     )
 
 
-def run_missing(job: Job, console: Console, live: bool = True) -> Course:
-    """Train and judge, one after the other, what has no records yet and nobody works on."""
-    course, bench = Course(), None
-    for one in _planned(job)[0]:
-        columns = _columns(job.table, choose_device(one.trial.config.run.device))
-        if not one.trial.lacks(columns, job.known()):
+def run_missing(job: Job, console: Console, live: bool = True) -> dict[str, str]:
+    """Train and judge, one after the other, what has no records yet and nobody works on. Tells what
+    failed, and why."""
+    failed: dict[str, str] = {}
+    benches: dict[float | None, Bench] = {}
+    for own, one in _in_order(job):
+        device = choose_device(one.trial.config.run.device)
+        wanted = _wanted(own, one, device)
+        if one.label in failed or not wanted.lacks_any(own.books.known()):
             continue
-        if bench is None:  # images are decoded once, and only if somebody needs them
-            bench = _bench(one.trial.config, job.asked, console)
-            append_records(job.records, ())  # who cannot write there learns it before the training
-        with _claimed(job, one.trial) as run:
-            if run is None:
-                course.elsewhere.append(one.label)
-            elif one.trial.lacks(columns, job.known()):  # nobody was faster
-                _attempt(bench, one, columns, run, job, course, console, live)
-    return course
-
-
-def _bench(config: Config, asked: Asked, console: Console) -> Bench:
-    fabric = build_fabric(config.run)
-    with console.status(f"reading {config.data.source}"):
-        return Bench(fabric, Images.open(config.data, asked.held_out).decoded(fabric.device))
-
-
-@contextmanager
-def _claimed(job: Job, trial: Trial) -> Iterator[RunFolder | None]:
-    """The trial's run folder, in which nobody else trains meanwhile; none if somebody does."""
-    run = RunFolder(job.out / "runs" / run_name(trial, job.images))
-    file = run.path / "config.yaml"
-    if not file.exists():
-        try:
-            RunFolder.create(run.path, config_yaml(trial.config))
-        except UserError:
-            if not file.exists():  # otherwise another process was faster
-                raise
-    try:
-        run.lock()
-    except UserError:
-        yield None
-        return
-    try:
-        yield run
-    finally:
-        run.unlock()
-
-
-def run_name(trial: Trial, images: Mapping[str, str]) -> str:
-    """A folder's name for this trial on these images alone."""
-    config = trial.config
-    own = [lasting(config), numerics(config), trial.work, dict(trial.facts)]
-    told = json.dumps([*own, images.get("train_fingerprint")], sort_keys=True)
-    digest = hashlib.blake2b(told.encode(), digest_size=5).hexdigest()
-    words = f"{trial.subject}-{config.model.backbone}-{digest}-seed{trial.seed}"
-    return re.sub(r"[^\w.+-]+", "_", words)
-
-
-def _attempt(
-    bench: Bench,
-    one: Planned,
-    columns: Sequence[Column],
-    run: RunFolder,
-    job: Job,
-    course: Course,
-    console: Console,
-    live: bool,
-) -> None:
-    """Whatever fails is noted, and the rest goes on."""
-    try:
-        found = bench.attempt(
-            one.trial,
-            _with_all_that_is_told(columns, bench.device.type),
-            run,
-            watch=lambda training: _Shown(one.label, training, console, live),
-            command=job.command,
+        share = own.asked.held_out
+        if share not in benches:  # images are decoded once, and only if somebody needs them
+            benches[share] = _bench(one.trial.config, share, console)
+            append_records(own.records, ())  # who cannot write there learns it before the training
+        line = attempt(
+            _with_all_that_is_told(wanted, device),
+            own.books,
+            benches[share],
+            failed,
+            watch=partial(_Shown, one.label, console=console, live=live),
+            command=own.command,
         )
-        append_records(job.records, found)
-    except Interrupted:
-        raise
-    except DivergedError as error:
-        found = [one.trial.divergence(error.step, bench.images.fingerprints)]
-        append_records(job.records, found)
-        say(console, f"{one.label} diverged at step {error.step:,}")
-    except UserError as error:
-        course.failed[one.label] = str(error).removesuffix(".")
-    except torch.OutOfMemoryError:
-        course.failed[one.label] = "the device has too little memory for it"
-    except Exception as error:
-        run.log(traceback.format_exc())
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        course.failed[one.label] = f"{reason} (all about it is in {run.path / 'train.log'})"
-    if one.label in course.failed:
-        say(console, f"{one.label} failed: {course.failed[one.label]}")
-        return
-    for left in (run.checkpoints.folder, *run.path.glob("linear-*")):
-        shutil.rmtree(left, ignore_errors=True)
-    values = [
-        f"{column.heading} {record.value:.1f} {column.unit}"
-        for column in columns
-        for record in found
-        if column.shows(record)
-    ]
-    if values:
-        say(console, f"{one.label}: {', '.join(values)}")
+        if line is not None:
+            say(console, line)
+    return failed
+
+
+def _in_order(job: Job) -> Iterator[tuple[Job, Planned]]:
+    """What is to be trained, in this order: the trials of a row, then the row by its first seed;
+    when all have that, whatever is left, or was not ready as others were still trying."""
+    trials = job.trials()
+    rows = dict.fromkeys(one.row.name for one in plan(job.table, job.asked))
+    for row in rows if trials is not None else ():
+        assert trials is not None
+        tried = trial_names(job.table, row)
+        yield from ((trials, one) for one in _planned(trials)[0] if one.row.name in tried)
+        ready = [one for one in _planned(job)[0] if one.row.name == row]
+        yield from ((job, one) for one in ready[:1])
+    yield from ((job, one) for one in _planned(job)[0])
+
+
+def _bench(config: Config, held_out: float | None, console: Console) -> Bench:
+    fabric, data = build_fabric(config.run), config.data
+    with console.status(f"reading {data.source}"):
+        images = Images.open(data, held_out)
+        return Bench(fabric, images.decoded(fabric.device, data.preload_gib))
 
 
 class _Shown(Callback):
@@ -371,7 +311,7 @@ PROCESSES = multiprocessing.get_context("spawn")
 """CUDA cannot be used in forks."""
 
 
-def _on_devices(job: Job, devices: int, kind: str) -> Course:
+def _on_devices(job: Job, devices: int, kind: str) -> dict[str, str]:
     """A process for every device, each doing what ``run_missing`` does."""
     if kind == "mps":
         raise UserError("one machine has one MPS device: leave out --devices.")
@@ -396,14 +336,7 @@ def _on_devices(job: Job, devices: int, kind: str) -> Course:
     for one in found:
         if isinstance(one, UserError):
             raise one
-    return _together([one for one in found if isinstance(one, Course)])
-
-
-def _together(courses: Sequence[Course]) -> Course:
-    """What one of them left to another is not elsewhere."""
-    failed = {label: why for course in courses for label, why in course.failed.items()}
-    left = [{*course.elsewhere} for course in courses]
-    return Course(failed, sorted(set.intersection(*left)) if left else [])
+    return {label: why for one in found if isinstance(one, dict) for label, why in one.items()}
 
 
 class _Place(NamedTuple):
@@ -439,9 +372,9 @@ def _worker(job: Job, place: _Place, told: Connection) -> None:
         print(f"xmoco: {stop}", file=sys.stderr)
 
 
-def _told(answer: Connection) -> Course | UserError | None:
+def _told(answer: Connection) -> dict[str, str] | UserError | None:
     try:
-        found: Course | UserError = answer.recv()
+        found: dict[str, str] | UserError = answer.recv()
     except EOFError:  # it was stopped or killed
         return None
     return found

@@ -74,6 +74,13 @@ def trial_epochs(tuning: Tuning, epochs: int) -> int:
     return min(tuning.epochs, epochs)
 
 
+def trial_names(table: Table, row: str) -> set[str]:
+    """Of the rows that a row's trials are."""
+    assert table.tuning is not None
+    (own,) = (one for one in table.trained if one.name == row)
+    return {trial_name(own, factor) for factor in table.tuning.rates}
+
+
 def trial_name(row: Row, factor: float) -> str:
     return f"{row.name}, rate × {factor:g}"
 
@@ -202,6 +209,10 @@ def choice_told(
             f", by {COLUMNS[tuning.by].heading} on a held-out {100 * tuning.share:g} % of the "
             f"training images after {counted} epoch{'s' * (counted > 1)}: {chosen}."
         )
+    limits = {min(tuning.rates), max(tuning.rates)}
+    edge = [row for row in rows if tried[row].best in limits]
+    if edge:
+        told.append(f"The lowest or highest was the best for: {', '.join(edge)}.")
     diverged = [f"{row} × {f:g}" for row in rows for f in tried[row].diverged]
     if diverged:
         told.append(f"Rates that diverged in trials: {', '.join(diverged)}.")
