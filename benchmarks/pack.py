@@ -2,15 +2,16 @@
 
     .venv/bin/python benchmarks/pack.py .gpu/packages.tar.xz --python 3.12
 
-The file has the packages of requirements.lock that xmoco, its extras ``--extras`` and ``--also``
-need, built for that version of Python on Linux, but for those that ``--there`` names and what only
-they need. What measuring does not read (tests, sample data, stubs) is left out. On that machine, in
-a copy of the project:
+The file has the packages of requirements.lock that xmoco, its extras ``--extras``, the tests and
+``--also`` need, built for that version of Python on Linux, but for those that ``--there`` names and
+what only they need. What measuring does not read (tests, sample data, stubs) is left out. On that
+machine, in a copy of the project:
 
     mkdir /tmp/site && tar -xJf packages.tar.xz -C /tmp/site && python3 -m compileall -q /tmp/site
     PYTHONPATH=/tmp/site:src python3 benchmarks/compare.py …
 
-``--also`` lightly takes what benchmarks/in_lightly.py needs, too.
+``--also lightly`` adds what benchmarks/in_lightly.py needs. ``--no-tests --extras`` makes the
+smallest file, with which ResNets are pre-trained, compared and reported on.
 """
 
 import argparse
@@ -32,15 +33,27 @@ THERE = (
     "huggingface-hub",
 )
 """On a machine made for PyTorch."""
-UNUSED = ("grpcio", "tensorboard-data-server", "werkzeug", "markdown", "setuptools")
-"""By TensorBoard's page, which is not looked at there."""
+UNUSED = (
+    # By TensorBoard's page, which is not looked at there.
+    *("grpcio", "tensorboard-data-server", "werkzeug", "markdown", "setuptools"),
+    # By lightly's own programs; and by contours, which are in no figure.
+    *("hydra-core", "pytorch-lightning", "contourpy"),
+)
+"""Required, but not imported by what is measured."""
 EXTRAS = ("detect", "timm")
-ALSO = ("pytest", "pytest-xdist", "hypothesis", "pycocotools")
-"""What make test-gpu and the benchmarks need besides."""
+TESTS = ("pytest", "pytest-xdist", "hypothesis", "pycocotools")
+"""What make test-gpu and benchmarks/detect_metrics.py need besides."""
 UNREAD = re.compile(
-    r"(bin|matplotlib/tests|matplotlib/mpl-data/sample_data|timm/data/_info"
-    # Of fontTools, matplotlib imports the names of glyphs.
-    r"|fontTools/(?!misc)\w+)/|.*\.(c|js|map|pyc|pyi|zip)$"
+    r"bin/|.*\.(c|js|map|pyc|pyi|zip)$|timm/data/_info/"
+    r"|matplotlib/(tests|mpl-data/(images|sample_data|stylelib|fonts/(afm|pdfcorefonts)))/"
+    # Reports are written in this font; the last resort is opened beside any. Formulas need others.
+    r"|matplotlib/mpl-data/fonts/ttf/(?!DejaVuSans(-Bold)?\.|LastResort)"
+    r"|matplotlib/(_qhull|_tri|backends/_tkagg)\."
+    # Of fontTools, matplotlib imports the names of glyphs; what is compiled, it has in Python, too.
+    r"|fontTools/((?!misc)\w+/|.*\.so$)"
+    # The languages that tracebacks and pytest are coloured as.
+    r"|pygments/lexers/(?!__init__|_mapping|python|diff|special)"
+    r"|dateutil/zoneinfo/.*\.gz$"
 )
 PINNED = re.compile(r"[\w.-]+(?===)")
 
@@ -54,10 +67,14 @@ def main() -> None:
     parser.add_argument("--platform", default="x86_64-manylinux_2_28", help="as uv names it")
     parser.add_argument("--there", nargs="*", default=THERE, help="packages it has already")
     parser.add_argument("--extras", nargs="*", default=EXTRAS, help="of xmoco")
-    parser.add_argument("--also", nargs="*", default=ALSO, help="further packages")
+    parser.add_argument(
+        "--no-tests", action="store_true", help=f"without what tests need: {', '.join(TESTS)}"
+    )
+    parser.add_argument("--also", nargs="+", default=(), help="further packages")
     options = parser.parse_args()
     there = {canonicalize_name(name) for name in (*options.there, *UNUSED)}
-    names = needed(["xmoco", *options.also], options.extras, there, options.python)
+    roots = ["xmoco", *(() if options.no_tests else TESTS), *options.also]
+    names = needed(roots, options.extras, there, options.python)
     names -= {"xmoco"}
     with tempfile.TemporaryDirectory() as folder:
         install(names, options.python, options.platform, Path(folder))
