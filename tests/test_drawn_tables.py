@@ -489,9 +489,9 @@ def test_tables_with_trials_and_others_have_each_their_own_runs(pages: Any, plac
     append_records(place.results / "tables.jsonl", records)
     text = pages.comparisons.paper_tables(place)
     headings = [line for line in text.splitlines() if line.startswith("###")]
-    assert headings == ["### Methods on Imagenette: learning rates", "### Methods on Imagenette"]
+    assert headings == ["### Comparison of methods: learning rates", "### Comparison of methods"]
     assert text.count("evaluated on test images") == 1
-    first, second = text.split("### Methods on Imagenette\n")
+    first, second = text.split("### Comparison of methods\n")
     assert [f"| {name} |" in first for name in names] == [True] * 6
     assert "| MoCo v2+ | 67.0 % |" in second
 

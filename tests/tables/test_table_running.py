@@ -155,13 +155,13 @@ def test_tables_share_the_runs_they_have_in_common() -> None:
     rows = [{"name": "default", "settings": "bank_length=64"}, {"name": "2", "settings": "batch=8"}]
     write_table("other.yaml", rows=rows, axis=None)
     outcome = run("--dry-run", name="other.yaml")
-    assert "2 runs, 1 to be trained\nmissing: 2, seed 0\n" in outcome.stdout
+    assert "2 runs, 1 to be trained\nmissing:\n  2, seed 0\n" in outcome.stdout
     assert cells("other")["default"][0] == cells()["0.9"][0]
     assert cells("other")["2"][0] == "–"
     shown = ["knn20", "parameters", "time"]  # which the first table does not show
     write_table("told.yaml", rows=rows, axis=None, columns=shown)
     outcome = run("--dry-run", name="told.yaml")
-    assert "2 runs, 1 to be trained\nmissing: 2, seed 0\n" in outcome.stdout
+    assert "2 runs, 1 to be trained\nmissing:\n  2, seed 0\n" in outcome.stdout
     assert "2 runs, 2 to be" in run("--dry-run", "--epochs", "2").stdout
     assert "2 runs, 2 to be" in run("--dry-run", "--held-out").stdout
     assert "2 runs, 2 to be" in run("--dry-run", "hue=0.3").stdout
@@ -387,6 +387,7 @@ def test_a_table_is_drawn_without_its_images() -> None:
     outcome = run("--row", "0.9", "--dry-run", "--data", "gone/gratings")
     assert_done(outcome)
     assert "1 run, 0 to be trained" in outcome.stdout
+    assert "Nothing could be trained now: there is no folder or archive" in outcome.stdout
     assert_refused(run("--row", "0.9", "--data", "gone/gratings"), "there is no folder or archive")
 
 

@@ -347,7 +347,7 @@ def test_a_row_with_a_trial_that_failed_waits(here: Path, monkeypatch: pytest.Mo
 def test_a_dry_run_tells_what_is_still_to_be_chosen(here: Path) -> None:
     outcome = run("--dry-run")
     assert_done(outcome)
-    assert "missing: XMoCo, rate × 1, seed 0" in outcome.stdout
+    assert "missing:\n  XMoCo, rate × 1, seed 0\n" in outcome.stdout
     assert "2 runs, 0 to be trained, 2 when their learning rates are chosen" in outcome.stdout
 
 

@@ -19,7 +19,8 @@ STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 def _known_column(name: str) -> str:
     if name not in COLUMNS:
-        raise ValueError(f"unknown column {name!r}{nearest(name, COLUMNS)}")
+        known = ", ".join(COLUMNS)
+        raise ValueError(f"unknown column {name!r}{nearest(name, COLUMNS)}; there are {known}")
     return name
 
 

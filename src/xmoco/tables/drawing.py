@@ -35,9 +35,6 @@ NOTHING = "–"
 DIGITS = {"%": 1, "s": 0, "GiB": 2, "MiB": 1, "M": 1}
 VARYING = ("%", "s")
 """Units of what differs from seed to seed."""
-CHANCE = "differences below one point may be chance"
-ONE_SEED = f"All figures are from one seed: {CHANCE}."
-SOME_OF_ONE_SEED = f"Figures without ± are from one seed: {CHANCE}."
 DEVIATION = "± is the standard deviation over seeds."
 
 
@@ -304,8 +301,17 @@ def _spread(filled: Filled) -> str:
     if not counts:
         return ""
     if counts == {1}:
-        return ONE_SEED
-    return f"{DEVIATION} {SOME_OF_ONE_SEED}" if 1 in counts else DEVIATION
+        return f"All figures are from one seed: {_chance(filled)}."
+    some = f" Figures without ± are from one seed: {_chance(filled)}." if 1 in counts else ""
+    return DEVIATION + some
+
+
+def _chance(filled: Filled) -> str:
+    """Which differences prove nothing: two standard errors of an accuracy near 50 %, by the number
+    of images that were judged; never less than a point, which other seeds may make."""
+    judged = [r.protocol["judged_images"] for r in filled.records if "judged_images" in r.protocol]
+    points = max(1, round(100 / math.sqrt(min(judged, default=10_000))))
+    return f"differences below {'one point' if points == 1 else f'{points} points'} may be chance"
 
 
 def unequal(filled: Filled) -> Iterator[str]:
@@ -499,7 +505,8 @@ def _draw_panel(axes: Axes, panel: Panel, filled: Filled, span: float) -> None:
         axes.errorbar(
             [point.place + aside for point in points],
             [point.value for point in points],
-            yerr=[point.deviation or 0 for point in points],
+            # none where there are none: the legend would show bars
+            yerr=[p.deviation or 0 for p in points] if any(p.deviation for p in points) else None,
             label=name,
             color=LIGHT.curves[number % len(LIGHT.curves)],
             marker="osD^"[number % 4],

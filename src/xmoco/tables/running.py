@@ -95,7 +95,7 @@ def run_table(
     """Run what is missing of a table, on so many devices at once, and draw what there is."""
     console = console or Console()
     # A mistake is told before anything is trained, trials included.
-    job = replace(job, images=_fingerprints(job, dry_run))
+    job = replace(job, images=_fingerprints(job, dry_run, console))
     jobs = [one for one in (job.trials(), job) if one is not None]
     device = choose_device(plan(job.table, job.asked)[0].trial.config.run.device)
     missing = [_tell_what_is_missing(one, device, dry_run, console) for one in jobs]
@@ -110,16 +110,17 @@ def run_table(
     return Outcome([file for outcome in outcomes for file in outcome.files], problem or None)
 
 
-def _fingerprints(job: Job, dry_run: bool) -> Mapping[str, str]:
+def _fingerprints(job: Job, dry_run: bool, console: Console) -> Mapping[str, str]:
     """Of the images; without them, a table can still be drawn."""
     data = plan(job.table, job.asked)[0].trial.config.data
     try:
         usable = data.model_copy(update={"download": data.download and not dry_run})
         return Images.open(usable, job.asked.held_out).fingerprints
-    except UserError:
-        if dry_run:
-            return {}
-        raise
+    except UserError as error:
+        if not dry_run:
+            raise
+        say(console, f"Nothing could be trained now: {error}")
+        return {}
 
 
 def _tell_what_is_missing(job: Job, device: str, dry_run: bool, console: Console) -> bool:
@@ -132,7 +133,8 @@ def _tell_what_is_missing(job: Job, device: str, dry_run: bool, console: Console
     later = f", {len(waiting)} when their learning rates are chosen" if waiting else ""
     say(console, f"{job.table.title}: {runs}, {len(missing)} to be trained{later}")
     if missing and dry_run:
-        say(console, f"missing: {'; '.join(one.label for one in missing)}")
+        for line in ("missing:", *(f"  {one.label}" for one in missing)):
+            say(console, line)
     return bool(missing or waiting)
 
 
