@@ -45,14 +45,19 @@ def show_pictures(
         unreadable=broken,
         on_progress=lambda done, total: listener.progress("pictures", done, total),
     )
-    left_out = dict(broken)
-    for where, why in left_out.items():
-        listener.say(f"{where} cannot be read ({why}); it was left out.")
+    for sentence in left_out(broken):
+        listener.say(sentence)
     # In their places are vectors of nothing.
-    seen = [place for place in range(len(paths)) if pictures.where(place) not in left_out]
+    gone = dict(broken)
+    seen = [place for place in range(len(paths)) if pictures.where(place) not in gone]
     found = found._replace(vectors=found.vectors.cpu()[torch.tensor(seen)])
     expect_numbers(found)
     return Seen([paths[place] for place in seen], found.vectors)
+
+
+def left_out(broken: Unreadable) -> list[str]:
+    """What is said of pictures that could not be read."""
+    return [f"{where} cannot be read ({why}); it was left out." for where, why in broken]
 
 
 def expect_free(out: Path, ending: str, kind: str) -> None:

@@ -20,6 +20,7 @@ from xmoco.detect.masks import runs_of_bitmap
 from xmoco.detect.prediction import MASK_THRESHOLD, Sight, looked_at
 from xmoco.errors import UserError
 from xmoco.files import write_whole
+from xmoco.pictures import left_out
 from xmoco.text import printable
 from xmoco.train.engine import choose_device
 
@@ -51,7 +52,7 @@ def detect(
 
     ``weights`` are what ``load_detector`` takes. The new folder ``out`` gets ``detections.json``,
     with the boxes (left, top, right, bottom in pixels) of at least ``threshold``, and the pictures
-    with these drawn.
+    with these drawn. One that cannot be read is left out, and ``say`` told.
     """
     folder = Path(out)
     if folder.exists():
@@ -61,7 +62,7 @@ def detect(
     detector, card = read_detector(weights)
     chosen = torch.device(choose_device(device))
     pictures, paths = all_pictures(images)
-    broken = Unreadable(len(paths))
+    broken = Unreadable(len(paths), left_out=True)
     told: dict[int, dict[str, Any]] = {}
     sights = looked_at(
         detector.to(chosen),
@@ -79,12 +80,12 @@ def detect(
             path = paths[sight.place]
             told[sight.place] = {"image": printable(path), **_as_json(sure, card.categories)}
             _draw(sure, card.categories, folder / names[sight.place])
-    except UserError:  # too many that cannot be read
+    except UserError:  # none can be read
         shutil.rmtree(folder)
         raise
-    for where, why in broken:
-        if say is not None:
-            say(f"{where} cannot be read ({why}); it was passed over.")
+    if say is not None:
+        for sentence in left_out(broken):
+            say(sentence)
     content = [told[index] for index in sorted(told)]
     file = folder / JSON
     lines = ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in content)

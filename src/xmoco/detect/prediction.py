@@ -55,6 +55,9 @@ def looked_at(
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
                 outputs = detector([picture.float() / 255 for picture in pictures])
             indices = batch.indices.tolist()
+            if unreadable is not None and unreadable.left_out:  # in their places is no image
+                broken = {where for where, _ in unreadable}
+                seen.update(index for index in indices if images.where(index) in broken)
             for index, picture, output in zip(indices, pictures, outputs, strict=True):
                 if index not in seen:  # another image stands where one cannot be read
                     seen.add(index)
