@@ -1,14 +1,17 @@
 """The demonstration: what learning without labels gives, on a plain CPU, in minutes."""
 
 import itertools
+import shlex
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
+from xmoco.errors import Interrupted
 from xmoco.files import write_whole
-from xmoco.pretraining import pretrain
+from xmoco.pretraining import RunResult, pretrain
 from xmoco.report.curves import claims_png, read_history
+from xmoco.train.run_folder import RunFolder
 
 NAMES = {
     "raw pixels": "raw pixels",
@@ -16,19 +19,29 @@ NAMES = {
     "mocov2plus": "MoCo v2+",
     "xmoco": "XMoCo",
 }
+HALVES = ("mocov2plus", "xmoco")
+"""The folders of the two runs, in the order in which they are trained."""
 
 
 def run_demo(out: Path | None = None) -> dict[str, float]:
-    """Train MoCo v2+ and XMoCo by the ``demo`` recipe, each as long; print and return kNN (%)."""
+    """Train MoCo v2+ and XMoCo by the ``demo`` recipe, each as long; print and return kNN (%).
+
+    A demo that was interrupted in this folder goes on; one that is complete is shown again.
+    """
     console = Console()
-    folder = out or _new_folder()
+    folder = out or _usual_folder()
+    begun = _holds_demo(folder)
+    if not begun:
+        RunFolder.refuse_existing(folder)
     console.print(
         "Two backbones learn from synthetic patterns without labels: first by MoCo v2+, then by "
         "XMoCo, as long each.\n"
     )
-    baseline = pretrain("demo", out=folder / "mocov2plus", method="mocov2plus")
+    if begun:
+        console.print(_going_on(folder), markup=False, highlight=False, soft_wrap=True)
+    baseline = _half(folder, HALVES[0], method="mocov2plus")
     console.print()
-    ours = pretrain("demo", out=folder / "xmoco")
+    ours = _half(folder, HALVES[1])
     accuracy = baseline.knn | ours.knn
     histories = {
         NAMES["xmoco"]: read_history(ours.folder),
@@ -53,7 +66,7 @@ def run_demo(out: Path | None = None) -> dict[str, float]:
         f"picture  {folder / 'similarities.png'}, of what both make of negatives\n\n"
         "What to try next:\n"
         f"  xmoco evaluate knn {ours.folder} patterns\n"
-        "  xmoco pretrain --recipe demo --data FOLDER_OF_YOUR_IMAGES --out runs/mine\n"
+        "  xmoco pretrain --data FOLDER_OF_YOUR_IMAGES --out runs/mine\n"
         "  xmoco settings --recipe demo",
         markup=False,
         highlight=False,
@@ -62,6 +75,36 @@ def run_demo(out: Path | None = None) -> dict[str, float]:
     return accuracy
 
 
-def _new_folder() -> Path:
+def _half(folder: Path, name: str, **settings: str) -> RunResult:
+    run = folder / name
+    try:
+        return pretrain("demo", out=run, resume=_holds_run(run), **settings)
+    except Interrupted as stop:  # to resume the run alone would finish half of the demo
+        way_on = shlex.join(["xmoco", "demo", "--out", str(folder)])
+        where = f"while {NAMES[name]} was training"
+        raise Interrupted(stop.signal_number, where, way_on) from None
+
+
+def _going_on(folder: Path) -> str:
+    if all((folder / name / "report.html").is_file() for name in HALVES):
+        return (
+            f"{folder} holds a complete demo: nothing is trained again, and its results follow. "
+            "For a new demo, choose another folder with --out.\n"
+        )
+    return f"{folder} holds a demo that was interrupted: it goes on where it was.\n"
+
+
+def _holds_demo(folder: Path) -> bool:
+    """Whether a demo was begun here, and nothing else: it begins with this half."""
+    return _holds_run(folder / HALVES[0]) and not _holds_run(folder)
+
+
+def _holds_run(folder: Path) -> bool:
+    return (folder / "config.yaml").is_file()
+
+
+def _usual_folder() -> Path:
+    """The first that holds a demo, or nothing at all."""
     names = itertools.chain(["demo"], (f"demo-{n}" for n in itertools.count(2)))
-    return next(folder for name in names if not (folder := Path("runs") / name).exists())
+    folders = (Path("runs") / name for name in names)
+    return next(folder for folder in folders if _holds_demo(folder) or not folder.exists())
