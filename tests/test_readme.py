@@ -251,6 +251,16 @@ def test_pretraining_from_python_has_real_settings(
     assert asked["epochs"] == 3
 
 
+def test_every_run_of_the_first_page_has_a_folder_of_its_own() -> None:
+    """Whoever follows it in its order meets no run that is there already."""
+    text = TEXTS["README.md"]
+    started = [line for line in shell_lines(text) if "pretrain" in line and "--resume" not in line]
+    folders = re.findall(r"--out (\S+)", "\n".join(started))
+    folders += re.findall(r'xmoco\.pretrain\(.*out="(.*?)"', text)
+    assert len(folders) > 4
+    assert sorted({*folders}) == sorted(folders)
+
+
 def test_evaluation_from_python_runs_as_shown(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
