@@ -53,7 +53,7 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture
 def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """64 of them: as less than one in a hundred may be unreadable, none may."""
+    """64 of them, of which 3 may be unreadable."""
     monkeypatch.chdir(tmp_path)
     return make_images(tmp_path / "images", each=16)
 
@@ -297,7 +297,7 @@ def test_images_vanish_or_go_bad(
     outcome = run_cli("pretrain", "--recipe", recipe, "--out", run)
     assert_refused(
         outcome,
-        "of 64 images cannot be read, which is more than 1 %",
+        "of 64 images cannot be read, which is more than the 3 that may be",
         "The run is saved after step ",
         f"when they are back, go on with: xmoco pretrain --resume --out {run}",
     )

@@ -96,12 +96,32 @@ def test_streaming_notes_unreadable_images_when_it_meets_them() -> None:
 
 
 @pytest.mark.parametrize("gib", [0.0, 4.0])
-@pytest.mark.parametrize("broken", [set(range(3)), set(range(0, 200, 67)), set(range(200))])
+@pytest.mark.parametrize("broken", [set(range(5)), set(range(0, 400, 80)), set(range(400))])
 def test_more_than_one_percent_unreadable_is_an_error(gib: float, broken: set[int]) -> None:
-    images = Listed(with_broken(200, broken))
-    examples = ", ".join([r"picture \d+ \(broken\)"] * 3)
-    with pytest.raises(UserError, match=rf"^at least 3 of 200 images cannot .* 1 %: {examples}\.$"):
-        first(batches_of(images, 100, preload_gib=gib), 2)
+    images = Listed(with_broken(400, broken))
+    examples = r"(picture \d+ \(broken\)(, | and \d+ more|)){5,11}"
+    sentence = rf"^at least \d+ of 400 images cannot .* 1 %: {examples}\.$"
+    with pytest.raises(UserError, match=sentence):
+        first(batches_of(images, 200, preload_gib=gib), 2)
+
+
+def test_what_is_met_together_is_named_together() -> None:
+    images = Listed(with_broken(40, set(range(0, 40, 3))))
+    with pytest.raises(UserError) as error:
+        list(in_order(images, 20, CPU))
+    named = ", ".join(f"picture {number} (broken)" for number in range(0, 21, 3))
+    words = "at least 7 of 40 images cannot be read, which is more than the 3 that may be"
+    assert str(error.value) == f"{words}: {named}."
+    with pytest.raises(UserError, match=r"picture 27 \(broken\) and 4 more\.$"):
+        list(in_order(images, 40, CPU))
+
+
+@pytest.mark.parametrize(
+    ("images", "limit"),
+    [(1, 0), (3, 0), (4, 1), (11, 2), (12, 3), (399, 3), (400, 4), (10**6, 10**4)],
+)
+def test_how_many_may_be_unreadable(images: int, limit: int) -> None:
+    assert Unreadable(images).limit == limit
 
 
 def test_errors_of_the_program_are_not_taken_for_broken_images() -> None:
@@ -114,12 +134,12 @@ def test_errors_of_the_program_are_not_taken_for_broken_images() -> None:
 
 
 def test_the_limit_counts_each_image_once_and_those_known_before() -> None:
-    unreadable = Unreadable(250, [("a", "x")])
+    unreadable = Unreadable(8, [("a", "x")])
     for _ in range(5):
         unreadable.add("a", "y")
         unreadable.add("b", "z")
     assert list(unreadable) == [("a", "x"), ("b", "z")]
-    with pytest.raises(UserError, match=r"3 of 250 .*: a \(x\), b \(z\), c \(w\)\.$"):
+    with pytest.raises(UserError, match=r"3 of 8 .*: a \(x\), b \(z\), c \(w\)\.$"):
         unreadable.add("c", "w")
 
 
@@ -366,7 +386,7 @@ def test_damage_found_by_the_gpu_is_treated_as_any_other(
 def test_too_much_damage_is_an_error(stand_in: SimpleNamespace, tmp_path: Path) -> None:
     for index in range(20):
         (tmp_path / f"{index:03}.jpg").write_bytes(damaged())
-    with pytest.raises(UserError, match=r"^at least 1 of 20 images cannot be read"):
+    with pytest.raises(UserError, match=r"^at least 13 of 20 images cannot be read"):
         list(in_order(opened(tmp_path), 10, CPU))
 
 

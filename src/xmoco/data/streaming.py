@@ -111,8 +111,7 @@ def streamed(
         while ahead:
             assembled = ahead.popleft().result()
             # Noted here, not by the threads, so that order and moment do not depend on timing.
-            for index, why in assembled.failures:
-                unreadable.add(images.where(index), why)
+            unreadable.add_all((images.where(index), why) for index, why in assembled.failures)
             assert assembled.batch is not None, "it is missing only past the limit, which raises"
             ahead.extend(begin(chosen) for chosen in islice(positions, 1))
             yield decoding.hand_over(assembled.batch)

@@ -5,6 +5,15 @@ from itertools import islice
 
 from xmoco.errors import UserError
 
+FEW = 3
+"""Of a small set so many may be unreadable, if they are no more than a quarter of it."""
+MOST_NAMED = 10
+
+
+def allowed(images: int) -> int:
+    """How many of so many images may be unreadable."""
+    return max(images // 100, min(FEW, images // 4))
+
 
 class TooManyUnreadable(UserError):  # noqa: N818
     """More than can be replaced without anyone noticing, or all."""
@@ -26,21 +35,28 @@ class Unreadable:
     ) -> None:
         self.images = images
         self.left_out = left_out
-        self.limit = images - 1 if left_out else images // 100
+        self.limit = images - 1 if left_out else allowed(images)
         self._why = dict(known)
 
     def add(self, where: str, why: str) -> None:
-        self._why.setdefault(where, why)
+        self.add_all([(where, why)])
+
+    def add_all(self, found: Iterable[tuple[str, str]]) -> None:
+        """Those met together: an error names them all."""
+        for where, why in found:
+            self._why.setdefault(where, why)
         if len(self) > self.limit:
             raise TooManyUnreadable(self._all_of_them() if self.left_out else self._too_many())
 
     def _too_many(self) -> str:
-        examples = ", ".join(f"{where} ({why})" for where, why in islice(self, 3))
-        more = f" and {len(self) - 3} more" if len(self) > 3 else ""
+        examples = ", ".join(f"{where} ({why})" for where, why in islice(self, MOST_NAMED))
+        more = f" and {len(self) - MOST_NAMED} more" if len(self) > MOST_NAMED else ""
         least = "at least " if len(self) < self.images else ""  # others were not tried yet
+        few = self.limit > self.images // 100
+        limit = f"the {self.limit} that may be" if few else "1 %"
         return (
-            f"{least}{len(self)} of {counted(self.images)} cannot be read, which is more than 1 %: "
-            f"{examples}{more}."
+            f"{least}{len(self)} of {counted(self.images)} cannot be read, which is more than "
+            f"{limit}: {examples}{more}."
         )
 
     def _all_of_them(self) -> str:
