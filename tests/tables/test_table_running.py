@@ -324,9 +324,12 @@ def test_what_was_trained_can_be_measured_further(monkeypatch: pytest.MonkeyPatc
     before = records()
     monkeypatch.setattr(bench.Bench, "_train", lambda *_: pytest.fail("trained again"))
     write_table(columns=["knn20", "logistic", "bank_memory"])
+    monkeypatch.setattr(bench, "commit", lambda: "another")
     outcome = run("--row", "0.9")
     assert_done(outcome)
     added = records()[len(before) :]
+    assert not any("trained_by" in r["protocol"] for r in before)
+    assert {r["protocol"]["trained_by"]["commit"] for r in added} == {before[0]["commit"]}
     assert "logistic_top1" in {r["measure"] for r in added}
     assert {r["measure"]: r["value"] for r in before}.items() <= {
         r["measure"]: r["value"] for r in added

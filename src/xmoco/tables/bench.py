@@ -34,7 +34,15 @@ from xmoco.files import write_whole
 from xmoco.methods import Method, build_method
 from xmoco.nn.weights import BackboneCard, load_weights, save_backbone
 from xmoco.pretraining import identity_of, prepare_training, work_name
-from xmoco.records import Measured, Record, forget_half_line, read_records
+from xmoco.records import (
+    Measured,
+    Record,
+    commit,
+    forget_half_line,
+    machine,
+    read_records,
+    versions,
+)
 from xmoco.settings import FREE
 from xmoco.starting_weights import start_from_weights
 from xmoco.tables.columns import Column
@@ -224,15 +232,19 @@ class Bench:
         file = run.path / TRAINED
         if file.exists() and run.weights.exists():
             backbone = load_weights(run.weights).backbone.to(self.device)
-            told: dict[str, float] = json.loads(file.read_bytes())
+            told: dict[str, Any] = json.loads(file.read_bytes())
         else:
             backbone, told = self._trained(trial, run, watch, build, command)
             save_backbone(
                 backbone, BackboneCard.of_run(trial.config, trial.config.train.epochs), run.weights
             )
+            told["by"] = circumstances()
             write_whole(file, json.dumps(told).encode())
         config = trial.config
+        # Records tell who measures. Weights may have been kept since another day.
+        before = {} if told["by"] == circumstances() else {"trained_by": told["by"]}
         common = {
+            **before,
             **trial.facts,
             **trial.told,
             **self.images.fingerprints,
@@ -269,7 +281,7 @@ class Bench:
         watch: Callable[[Training], Callback],
         build: Callable[[Config], Method],
         command: str,
-    ) -> tuple[nn.Module, dict[str, float]]:
+    ) -> tuple[nn.Module, dict[str, Any]]:
         """The backbone, and what training tells, by the measures of columns."""
         held = self._free()
         config = trial.config
@@ -290,7 +302,7 @@ class Bench:
             seconds, peak = self._train(training, watch)
         method = training.task
         assert isinstance(method, Method)
-        told = {
+        told: dict[str, Any] = {
             "steps": training.total_steps,
             "train_seconds": seconds,
             "images_per_second": training.total_steps * config.train.batch / seconds,
@@ -435,6 +447,11 @@ class Bench:
             classifier.backbone, classifier.head, self.images.test, input=input, device=self.device
         )
         return top_k(scores, labels, 1)
+
+
+def circumstances() -> dict[str, Any]:
+    """In which something is trained or measured."""
+    return plain({"commit": commit(), "versions": versions(), "machine": machine()})
 
 
 def unwatched(config: Config) -> Config:
