@@ -1,6 +1,7 @@
 """What a run will be is said before it starts, and chosen where nobody says it."""
 
 import contextlib
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -347,3 +348,40 @@ def test_settings_of_a_head_that_is_not_there_are_told_to_do_nothing(
     assert "head_layers, head_hidden and feature_size do nothing" in capsys.readouterr().out
     show_plan("demo", overrides=["device=cpu", "head_layers=3"])
     assert "do nothing" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--out", "run"], "run already holds a run"),
+        (["--out", "file"], "file already exists"),
+        (["--out", ""], "already exists"),
+        (["--out", "file/run"], "file is not a folder"),
+        (["--out", "closed/deep/run"], "closed cannot be written to"),
+        (["batch=81"], "too few for a batch of 81"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_is_measured(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("xmoco.planning.images_per_second", never)
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda p, m: p != tmp_path / "closed" and real(p, m))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").touch()
+    (tmp_path / "closed").mkdir()  # root may write anywhere, so it is only said to be
+    (tmp_path / "file").touch()
+    images = make_images(tmp_path / "photos", each=20)
+    outcome = run_cli("pretrain", "--data", images, "device=cpu", *arguments)
+    assert_refused(outcome, words)
+    assert outcome.stdout == ""
+    assert not (tmp_path / "runs").exists()
+
+
+def never(*_: Any) -> float:
+    raise AssertionError("nothing needs to be measured")

@@ -22,7 +22,7 @@ from xmoco.fabric import Fabric
 from xmoco.methods import Method, build_method, method_class
 from xmoco.nn.encoding import describe_batch_norm, resolve_batch_norm
 from xmoco.nn.weights import named_model, read_card
-from xmoco.settings import load_config, value_of
+from xmoco.settings import find_field, load_config, value_of
 from xmoco.starting_weights import start_from_weights
 from xmoco.text import printable
 from xmoco.train.engine import build_fabric, on_first
@@ -71,10 +71,13 @@ def chosen_config(asked: Asked, fabric: Fabric, console: Console) -> Config:
         _expect_images(config, asked.recipe)
         return with_full_paths(config)
     config = with_full_paths(asked.config(AUTO_BASE))
-    if "source" not in asked.settings and not _names_source(asked):
+    if not _asks_for(asked, "data", "source"):
         raise UserError("no images given: pass --data PATH, a folder, an archive or a known set.")
     images = open_images(config.data, "train")
     assert images is not None
+    if _asks_for(asked, "train", "batch"):  # too large a batch needs no measurement
+        train = config.train
+        batches_per_epoch(images, train.batch, fabric.world_size, train.accumulate)
 
     def speed(base: str, changes: Mapping[str, Any]) -> float:
         return _speed_of_one(asked.config(base, changes), fabric) * fabric.world_size
@@ -94,10 +97,9 @@ def chosen_config(asked: Asked, fabric: Fabric, console: Console) -> Config:
     return config
 
 
-def _names_source(asked: Asked) -> bool:
-    return any(
-        override.partition("=")[0] in ("source", "data.source") for override in asked.overrides
-    )
+def _asks_for(asked: Asked, section: str, field: str) -> bool:
+    keys = (override.partition("=")[0].strip() for override in asked.overrides)
+    return any(find_field(key) == (section, field) for key in (*keys, *asked.settings))
 
 
 def _choices(chosen: AutoRecipe, config: Config) -> Iterator[str]:

@@ -103,6 +103,7 @@ def pretrain(
             return _run(config, fabric, console, folder, resume)
     fabric, console = launched(asked.run_config())
     with watching(fabric):
+        on_first(fabric, lambda: _expect_room(folder))
         config = chosen_config(asked, fabric, console)
         return _run(config, fabric, console, folder, resume)
 
@@ -349,6 +350,14 @@ def work_name(config: Config) -> str:
     """What was done, for records: runs of the same work compare."""
     source = source_name(config.data.source)
     return f"{source}-{config.model.backbone}-{config.train.epochs}ep"
+
+
+def _expect_room(folder: Path | None) -> None:
+    """Told before settings are chosen, which takes seconds; what our own name for a folder is
+    depends on them."""
+    if folder is not None:
+        RunFolder.refuse_existing(folder)
+    RunFolder.refuse_unwritable(folder or Path("runs") / "any")
 
 
 def _free_path(folder: Path | None, config: Config) -> Path:

@@ -80,7 +80,7 @@ def load_config(
 def _by_section(changes: Iterable[tuple[str, Any]], mistakes: list[str]) -> Settings:
     found: Settings = {}
     for key, value in changes:
-        path = _find_field(key)
+        path = find_field(key)
         if path is None:
             known = [name for pair in all_fields() for name in (pair[1], ".".join(pair))]
             mistakes.append(_unknown(key, known))
@@ -253,7 +253,8 @@ def _loaded(text: str) -> Any:
     return yaml.load(text, Loader=_Loader)
 
 
-def _find_field(key: str) -> tuple[str, str] | None:
+def find_field(key: str) -> tuple[str, str] | None:
+    """The section and field that a key stands for."""
     if key in KINDS:
         return key, "name"
     return next((pair for pair in all_fields() if key in (pair[1], ".".join(pair))), None)
@@ -261,13 +262,13 @@ def _find_field(key: str) -> tuple[str, str] | None:
 
 def value_of(config: Config, key: str) -> Any:
     """What a setting is; nothing where the method or optimiser has no such setting."""
-    path = _find_field(key)
+    path = find_field(key)
     return None if path is None else getattr(getattr(config, path[0]), path[1], None)
 
 
 def _parse(key: str, text: str) -> Any:
     """The value of ``key=text``: yaml, except that a setting which is text is taken as it is."""
-    path = _find_field(key)
+    path = find_field(key)
     if path is not None and all_fields()[path].annotation is str:
         return text
     try:

@@ -68,6 +68,15 @@ class RunFolder:
         if path.exists():
             raise UserError(f"{path} already exists: choose another folder with --out.")
 
+    @staticmethod
+    def refuse_unwritable(path: Path) -> None:
+        """Where no folder of that name could be made, which is told before anything is measured."""
+        there = next(folder for folder in path.absolute().parents if folder.exists())
+        if not there.is_dir():
+            raise UserError(f"cannot create {path}: {there} is not a folder.")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise UserError(f"cannot create {path}: {there} cannot be written to.")
+
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
         """An existing run, to be continued."""
