@@ -347,8 +347,28 @@ def test_another_optimiser_keeps_what_fits(choice: str) -> None:
     adamw = load_config("imagenet", ["optim=adamw", "betas=[0.9, 0.95]"]).optim  # has sgd_momentum
     assert isinstance(adamw, AdamWConfig)
     assert adamw.betas == (0.9, 0.95)
+    assert adamw.cosine_offset == load_config("imagenet").optim.cosine_offset
     with pytest.raises(UserError, match=r"optim\.betas = \[0.9, 1\]: must be two numbers from 0"):
         load_config("demo", ["optim=adamw", "betas=[0.9, 1]"])
+
+
+@pytest.mark.parametrize("recipe", ["imagenette", "imagenet", "barlowtwins"])
+def test_rates_and_decays_of_adamw_and_others_are_not_those_of_each_other(recipe: str) -> None:
+    own = AdamWConfig()
+    adamw = load_config(recipe, ["optim=adamw"]).optim
+    assert (adamw.learning_rate, adamw.weight_decay) == (own.learning_rate, own.weight_decay)
+    assert adamw.learning_rate < 1e-3
+    asked = load_config(recipe, ["optim=adamw", "learning_rate=0.002", "weight_decay=0.1"]).optim
+    assert (asked.learning_rate, asked.weight_decay) == (0.002, 0.1)
+    below = load_config(recipe, ["learning_rate=0.002"], below={"optim": "adamw"}).optim
+    assert (below.name, below.learning_rate) == ("adamw", 0.002)
+
+
+def test_a_recipe_of_adamw_leaves_its_rate_to_no_other(tmp_path: Path) -> None:
+    recipe = tmp_path / "adamw.yaml"
+    recipe.write_text("optim: {name: adamw, learning_rate: 1e-3, warmup_epochs: 3.0}\n")
+    sgd = load_config(recipe, ["optim=sgd"]).optim
+    assert (sgd.learning_rate, sgd.warmup_epochs) == (SGDConfig().learning_rate, 3)
 
 
 def test_a_recipe_for_another_optimiser_drops_what_it_lacks(tmp_path: Path) -> None:
@@ -357,11 +377,11 @@ def test_a_recipe_for_another_optimiser_drops_what_it_lacks(tmp_path: Path) -> N
     child.write_text("inherits: one.yaml\noptim: adamw\n")
     adamw = load_config(child).optim
     assert isinstance(adamw, AdamWConfig)
-    assert adamw.weight_decay == 0.5
+    assert adamw.weight_decay == 0.05
     grandchild.write_text("inherits: two.yaml\noptim: {name: lars, learning_rate: 0.3}\n")
     lars = load_config(grandchild).optim
     assert isinstance(lars, LARSConfig)  # what was dropped on the way is not found again
-    assert (lars.trust, lars.sgd_momentum, lars.weight_decay) == (0.001, 0.9, 0.5)
+    assert (lars.trust, lars.sgd_momentum, lars.weight_decay) == (0.001, 0.9, 1e-4)
     grandchild.write_text("inherits: two.yaml\noptim: {trust: 0.1}\n")
     with pytest.raises(UserError, match="adamw has no setting trust"):
         load_config(grandchild)

@@ -1,6 +1,6 @@
 """Settings of optimisers, a class for each."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
@@ -9,6 +9,9 @@ from xmoco.config.section import Range, Section
 
 class OptimizerConfig(Section):
     """Settings of every optimiser."""
+
+    staying: ClassVar[tuple[str, ...]] = ()
+    """Settings that another kind of optimiser does not take over."""
 
     learning_rate: float = Field(
         0.0675, gt=0, description="Rate per 256 images; scaled by batch / 256 and printed."
@@ -52,7 +55,20 @@ class LARSConfig(OptimizerConfig):
 
 
 class AdamWConfig(OptimizerConfig):
+    # Adam's steps do not shrink with the gradient: a rate for SGD is a hundred times too large for
+    # it. These are usual for transformers; neither was tuned here.
+    staying: ClassVar[tuple[str, ...]] = ("learning_rate", "weight_decay")
+
     name: Literal["adamw"] = Field("adamw", description="Adam with decoupled weight decay.")
+    learning_rate: float = Field(
+        5e-4,
+        gt=0,
+        description="Rate per 256 images; scaled by batch / 256 and printed. Those of sgd and lars "
+        "are not taken over.",
+    )
+    weight_decay: float = Field(
+        0.05, ge=0, description="Weight decay. That of sgd or lars is not taken over."
+    )
     betas: Range = Field((0.9, 0.999), description="Decay of the first and second moments.")
 
     @field_validator("betas")
