@@ -318,7 +318,7 @@ def test_parquet_however_it_is_written(
 
 def test_parquet_with_labels_and_splits(tmp_path: Path) -> None:
     names = ("cat", "dog", "ape")
-    for split, first in (("train", 0), ("validation", 50)):
+    for split, first in (("Training", 0), ("validation", 50)):
         for shard in range(2):
             numbers = range(first + 4 * shard, first + 4 * shard + 4)
             write_parquet(

@@ -23,7 +23,14 @@ from xmoco.config import DataConfig
 from xmoco.data import trees
 from xmoco.data.decode import UnreadableImage
 from xmoco.data.layout import labels_of, split_folders, train_classes
-from xmoco.data.sources import ArrayImages, ImageSet, open_images, set_name, source_name
+from xmoco.data.sources import (
+    ArrayImages,
+    ImageSet,
+    open_images,
+    open_splits,
+    set_name,
+    source_name,
+)
 from xmoco.data.torchvision_sets import SPLIT_ARGUMENTS
 from xmoco.errors import UserError
 from xmoco.evaluate import classification
@@ -156,6 +163,12 @@ def test_labels_can_be_refused(with_splits: Path) -> None:
         (["bus/1.png", "plane/1.png", "train/1.png"], "", []),
         (["a/bus/1.png", "a/test/1.png", "a/train/1.png"], "a/", []),
         (["test/1.png", "train/1.png", "unlabeled/1.png"], "", []),
+        (["Train/a/1.png", "VALIDATION/a/1.png"], "Train/", ["VALIDATION/"]),
+        (["Testing/1.png", "Training/1.png", "Val/1.png"], "Training/", ["Val/", "Testing/"]),
+        (["TRAIN/a/1.png", "TRAIN/b/1.png"], "TRAIN/", []),
+        (["Train/1.png", "train/1.png", "val/1.png"], "", []),
+        (["train/1.png", "training/1.png", "val/1.png"], "", []),
+        (["test/1.png", "testing/1.png", "train/1.png"], "", []),
     ],
 )
 def test_split_folders(paths: list[str], train: str, beside: list[str]) -> None:
@@ -165,6 +178,18 @@ def test_split_folders(paths: list[str], train: str, beside: list[str]) -> None:
 def test_folders_beside_the_splits_can_be_passed_over() -> None:
     paths = ["a/masks/1.png", "a/test/1.png", "a/train/1.png"]
     assert split_folders(paths, pass_over_others=True) == ("a/train/", ["a/test/"])
+    paths = [f"{name}/1.png" for name in ("TEST", "Train", "masks", "test", "testing", "train")]
+    assert split_folders(paths, pass_over_others=True) == ("train/", ["test/"])
+
+
+def test_splits_in_capitals(tmp_path: Path) -> None:
+    splits = ("Training", "Testing", "VALIDATION")
+    write_folder(tmp_path, {f"{s}/{c}/1.png": png(1) for s in splits for c in "ab"})
+    test = opened(tmp_path, "test")
+    assert (test.name, test.classes) == (f"folder {tmp_path.name} (VALIDATION)", ("a", "b"))
+    splits = open_splits(DataConfig(source=str(tmp_path)))
+    assert list(splits) == ["train", "validation", "test"]
+    assert all(len(images) == 2 for images in splits.values())
 
 
 @pytest.mark.parametrize(

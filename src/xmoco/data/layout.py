@@ -1,9 +1,10 @@
 """What the paths of images say: which are for training, which for testing, and their classes.
 
-- Folders that merely wrap the others are passed through. Beneath them, a folder ``train`` makes the
-  training split, and the first there is of ``val``, ``valid``, ``validation`` and ``test`` the test
-  split. Without ``train``, everything is for training; so it is where ``train`` has any other
-  folder of images beside it, as a class of vehicles may be called ``train``.
+- Folders that merely wrap the others are passed through. Beneath them, a folder ``train`` (or
+  ``training``) makes the training split, and the first there is of ``val``, ``valid``,
+  ``validation`` and ``test`` (or ``testing``) the test split, in small letters or capitals. Without
+  ``train``, everything is for training; so it is where ``train`` has any other folder of images
+  beside it, as a class of vehicles may be called ``train``, or another of the same meaning.
 - If all images lie directly in two or more subfolders of the split, these are the classes. (Or a
   file tells the labels: see ``label_file``.)
 
@@ -21,12 +22,13 @@ from xmoco.text import printable
 
 TRAIN_FOLDER = "train"
 TEST_FOLDERS = ("val", "valid", "validation", "test")
+SAME_MEANING = {"training": "train", "testing": "test"}
 
 LabelRule = Literal["auto", "folders", "none"]
 
 
 def split_folders(paths: list[str], *, pass_over_others: bool = False) -> tuple[str, list[str]]:
-    """The folder of the training split, and those beside it that ``TEST_FOLDERS`` names.
+    """The folder of the training split, and those beside it of ``TEST_FOLDERS``, in that order.
 
     ``pass_over_others`` is for those who know that there are splits: then ``train`` is one,
     whatever else lies beside it (masks, say).
@@ -37,13 +39,22 @@ def split_folders(paths: list[str], *, pass_over_others: bool = False) -> tuple[
     if train:  # there is nothing but training images
         return f"{before}{train}".removeprefix("/"), []
     inside = {path[len(top) :].partition("/")[0] for path in paths if "/" in path[len(top) :]}
-    known = pass_over_others or inside <= {TRAIN_FOLDER, *TEST_FOLDERS}
-    if TRAIN_FOLDER in inside and known:
-        beside = [f"{top}{name}/" for name in TEST_FOLDERS if name in inside]
-        return f"{top}{TRAIN_FOLDER}/", beside
+    # Where several mean the same, that which is called as here comes last, and stays.
+    in_order = sorted(inside, key=lambda name: (name == split_of(name), name))
+    folders = {split: name for name in in_order if (split := split_of(name))}
+    known = pass_over_others or len(folders) == len(inside)
+    if TRAIN_FOLDER in folders and known:
+        beside = [f"{top}{folders[name]}/" for name in TEST_FOLDERS if name in folders]
+        return f"{top}{folders[TRAIN_FOLDER]}/", beside
     if any("/" not in path[len(top) :] for path in paths):  # no mere wrapper: it may be a class
         top = top[: top.rstrip("/").rfind("/") + 1]
     return top, []
+
+
+def split_of(word: str) -> str | None:
+    """The split that a folder of this name holds: ``train`` or one of ``TEST_FOLDERS``."""
+    name = SAME_MEANING.get(word.lower(), word.lower())
+    return name if name in (TRAIN_FOLDER, *TEST_FOLDERS) else None
 
 
 def train_classes(paths: list[str], rule: LabelRule) -> tuple[str, ...] | None:

@@ -28,7 +28,7 @@ from torch import Tensor
 from xmoco.data import tar_scanner
 from xmoco.data.decode import EncodedImage, ImageFile, UnreadableImage, decode_rgb
 from xmoco.data.imagesets import ImageSet
-from xmoco.data.layout import TEST_FOLDERS, TRAIN_FOLDER, LabelRule
+from xmoco.data.layout import TEST_FOLDERS, TRAIN_FOLDER, LabelRule, split_of
 from xmoco.data.parquet_pages import UnknownParquet, scan_parquet, value_of
 from xmoco.data.processes import command
 from xmoco.data.shard_index import ShardIndex, build_index, index_of, locked
@@ -137,7 +137,9 @@ class ShardSource:
         all are known; else all are for training."""
         found: dict[str, list[int]] = {TRAIN_FOLDER: []}
         for number, shard in enumerate(self.store.shards):
-            words = re.split(r"[^a-z]+", _below_top(self.store, shard.name).lower())
+            words = set(
+                map(split_of, re.split(r"[^a-z]+", _below_top(self.store, shard.name).lower()))
+            )
             split = next((word for word in (TRAIN_FOLDER, *TEST_FOLDERS) if word in words), None)
             found.setdefault(split or "", []).append(number)
         if "" in found or not found[TRAIN_FOLDER]:

@@ -21,6 +21,7 @@ from xmoco.data.layout import (
     LabelRule,
     labels_of,
     split_folders,
+    split_of,
     train_classes,
 )
 from xmoco.data.names import IMAGE_EXTENSIONS, ends_in
@@ -98,7 +99,7 @@ def open_images(data: DataConfig, split: Literal["train", "test"]) -> ImageSet |
 
 
 def open_splits(data: DataConfig) -> dict[str, ImageSet]:
-    """All splits of a folder or an archive, by the names of their folders: ``train`` comes first.
+    """All splits of a folder or an archive, by what their folders mean: ``train`` comes first.
 
     Folders beside them, of masks perhaps, are passed over.
     """
@@ -109,7 +110,7 @@ def open_splits(data: DataConfig) -> dict[str, ImageSet]:
         }
         return {split: images for split, images in opened.items() if images is not None}
     train, beside = split_folders(files.paths, pass_over_others=True)
-    folders = {folder.split("/")[-2]: folder for folder in beside}
+    folders = {split_of(folder.split("/")[-2]) or "": folder for folder in beside}
     return {
         split: files.split(data, train, folder, f"{files.name} ({split})")
         for split, folder in {"train": train, **folders}.items()
