@@ -22,6 +22,7 @@ from helpers import (
 )
 from xmoco.auto import Situation, duration
 from xmoco.config import Config
+from xmoco.config.optimizers import AdamWConfig
 from xmoco.data import ArrayImages
 from xmoco.errors import UserError
 from xmoco.nn.backbones import build_backbone
@@ -385,3 +386,63 @@ def test_what_cannot_be_is_told_before_anything_is_measured(
 
 def never(*_: Any) -> float:
     raise AssertionError("nothing needs to be measured")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "warm_up", "words"),
+    [
+        (None, ["epochs=4"], 0.4, "  warmup_epochs=0.4: 10% of 4 epochs"),
+        (None, ["epochs=4", "warmup_epochs=3"], 3.0, "warning: the learning rate rises for 3 of 4"),
+        ("imagenette", ["epochs=4"], 5.0, "rises for 5 of 4 epochs: set warmup_epochs, a tenth"),
+        ("imagenette", ["epochs=10"], 5.0, None),
+        (None, ["epochs=400"], 5.0, None),
+    ],
+)
+def test_a_warm_up_suits_the_epochs_or_is_warned_of(
+    recipe: str | None,
+    settings: list[str],
+    warm_up: float,
+    words: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("xmoco.planning.look_at", lambda *_: Situation(9_469, 128, "cuda", 1))
+    images = make_images(tmp_path / "photos", each=40)
+    small = ["device=cpu", "backbone=tiny", "batch=20", *settings]
+    config = show_plan(recipe, data=images, overrides=small)
+    assert config.optim.warmup_epochs == warm_up
+    said = capsys.readouterr().out
+    if words is None:
+        assert "warmup_epochs" not in said
+        assert "the learning rate rises" not in said
+    else:
+        assert words in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "rate"),
+    [
+        ([], AdamWConfig().learning_rate),
+        (["learning_rate=0.001"], 0.001),
+        (["optim=sgd"], 0.24),  # the recipe's
+    ],
+)
+def test_auto_trains_transformers_by_adamw(
+    settings: list[str],
+    rate: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("timm")
+    monkeypatch.setattr("xmoco.planning.look_at", lambda *_: Situation(9_469, 160, "cuda", 1))
+    images = make_images(tmp_path / "photos", each=40)
+    vit = ["device=cpu", "backbone=timm:test_vit", "batch=20", "size=160", "local_crops=0"]
+    config = show_plan(data=images, overrides=[*vit, "epochs=30", *settings])
+    optim, said = config.optim, capsys.readouterr().out
+    assert (optim.learning_rate, optim.warmup_epochs) == (rate, 3.0)
+    adamw = "optim=sgd" not in settings
+    assert isinstance(optim, AdamWConfig) == adamw
+    assert ("  optim=adamw: networks of this kind hardly learn by SGD\n" in said) == adamw
+    assert ("  learning_rate=0.0005: " in said) == (not settings)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from xmoco.config import Config, ModelConfig
+from xmoco.config.optimizers import AdamWConfig
 from xmoco.data.decode import UnreadableImage
 from xmoco.data.imagesets import ArrayImages, ImageSet
 from xmoco.data.streaming import Batch, sent
@@ -42,6 +43,12 @@ STEPS = 30_000
 MEASURED_ON_A_CPU = 16
 """Images at once when speed is measured there: a CPU gains little from larger batches, and even a
 network far too large for it takes so few in seconds."""
+
+
+WARM_UP = 0.1
+"""Of the epochs, at most: the recipes' warm-ups are for hundreds of epochs."""
+OF_ADAMW = ("vit", "deit", "beit", "eva", "swin", "cait", "xcit", "convnext")
+"""Parts of timm's names of transformers, and of what is trained like them."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,20 @@ def choose(situation: Situation, speed: Speed, start: BackboneCard | None = None
     if situation.device == "cpu":
         return _for_cpu(situation, speed, start)
     return _for_gpu(situation, start)
+
+
+def following(config: Config, other_optimiser: bool) -> Sequence[Choice]:
+    """What follows from settings by our choice or the user's: the epochs and the backbone.
+    ``other_optimiser``: whether the user leaves it to us which one to take."""
+    own, name = [], timm_name(config.model.backbone) or ""
+    if other_optimiser and any(part in name for part in OF_ADAMW):
+        own.append(Choice("optim", "adamw", "networks of this kind hardly learn by SGD"))
+        own.append(Choice("learning_rate", AdamWConfig().learning_rate, "per 256 images, usual"))
+        own.append(Choice("weight_decay", AdamWConfig().weight_decay, "usual with adamw"))
+    most = round(WARM_UP * config.train.epochs, 2)
+    if own or config.optim.warmup_epochs > most:
+        own.append(Choice("warmup_epochs", most, f"{WARM_UP:.0%} of {config.train.epochs} epochs"))
+    return own
 
 
 def _for_gpu(situation: Situation, start: BackboneCard | None) -> AutoRecipe:

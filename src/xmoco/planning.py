@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from xmoco.asked import AUTO_BASE, Asked
-from xmoco.auto import AutoRecipe, choose, duration, images_per_second, look_at
+from xmoco.auto import AutoRecipe, choose, duration, following, images_per_second, look_at
 from xmoco.config import Config, ModelConfig, RunConfig, WeakAugmentationConfig
 from xmoco.data import ImageSet, open_images
 from xmoco.data.batches import batches_per_epoch, equal_share
@@ -90,6 +91,9 @@ def chosen_config(asked: Asked, fabric: Fabric, console: Console) -> Config:
             return choose(situation, speed, start)
 
     chosen = on_first(fabric, lambda: choose_for(images))
+    config = asked.config(chosen.base, chosen.settings())
+    more = following(config, other_optimiser=not _asks_for(asked, "optim", "name"))
+    chosen = replace(chosen, choices=(*chosen.choices, *more))
     config = with_full_paths(asked.config(chosen.base, chosen.settings()))
     for line in _choices(chosen, config):
         say(console, line)
@@ -221,7 +225,17 @@ def about(
     judged = f", evaluated on centre crops of {central} px" if central else ""
     yield f"random views of an image: {describe_views(method.views)}{judged}"
     yield from method.run.notes
-    yield from (f"warning: {warning}" for warning in method.warnings(len(images)))
+    warnings = [*method.warnings(len(images)), *_schedule_warnings(config)]
+    yield from (f"warning: {warning}" for warning in warnings)
+
+
+def _schedule_warnings(config: Config) -> Iterator[str]:
+    epochs, rising = config.train.epochs, config.optim.warmup_epochs
+    if rising > epochs / 2:
+        yield (
+            f"the learning rate rises for {rising:g} of {epochs} epochs: set warmup_epochs, a "
+            f"tenth of them is usual (warmup_epochs={epochs / 10:g})"
+        )
 
 
 def describe_views(groups: Sequence[ViewGroup]) -> str:
