@@ -99,7 +99,9 @@ def test_whole_images_may_be_shown_at_another_size_than_crops(
 
 def test_one_split_is_judged_by_leaving_one_out(weights: Path, tmp_path: Path) -> None:
     images = make_images(tmp_path / "images", each=4)
-    (record,) = xmoco.evaluate_knn(str(weights), str(images), ks=(200,))
+    ear = Ear()
+    record, *_ = xmoco.evaluate_knn(str(weights), str(images), ks=(200, 100, 15), listener=ear)
+    assert ear.heard == ["only 15 images can vote: for k = 100 and 200 these are all."]
     assert record.protocol["split"] == "leave one out"
     assert record.protocol["judged_images"] == 16
     assert (record.protocol["k"], record.protocol["voters"]) == (200, 15)

@@ -67,6 +67,11 @@ def evaluate_knn(
     assert bank.labels is not None
     if test is None:
         _tell_of_single_images(evaluation, train, bank.labels)
+    most = voters(max(ks), len(train), alone=test is None)
+    if limited := [f"{k:,}" for k in sorted(set(ks)) if k > most]:
+        evaluation.listener.say(
+            f"only {most:,} images can vote: for k = {' and '.join(limited)} these are all."
+        )
     accuracies = knn_accuracy(
         bank.vectors,
         bank.labels,
