@@ -123,6 +123,41 @@ def test_no_labels_no_curves_and_still_a_page(tmp_path: Path) -> None:
     assert "Nothing was logged yet." in text
 
 
+@pytest.mark.parametrize(("every", "why"), [(0, "as knn_every is 0"), (1, "one known class")])
+def test_why_no_knn_was_measured(tmp_path: Path, every: int, why: str) -> None:
+    """Labelled images of several classes each are labelled, too."""
+    run = folder(tmp_path / "run", settings=config() | {"monitor": {"knn_every": every}})
+    assert why in report(run).text()
+
+
+@pytest.mark.parametrize(
+    ("method", "learns", "classes"),
+    [
+        ("xmoco", "random views of an image should be recognised as the same", "never saw"),
+        ("supervised", "the class of an image should be recognised", "learnt"),
+    ],
+)
+def test_what_is_told_of_classes_is_true_of_the_method(
+    tmp_path: Path, method: str, learns: str, classes: str
+) -> None:
+    run = folder(tmp_path / "run", knn(method, 1, 50.0), settings=config(method=method))
+    text = with_sheets(run).text()
+    assert f"What the network learns from: {learns}" in text
+    assert f"Training {classes} the classes." in text
+
+
+def test_without_classes_nothing_is_told_of_frames(tmp_path: Path) -> None:
+    settings = config() | {"monitor": {"knn_every": 1}}
+    text = with_sheets(folder(tmp_path / "run", settings=settings)).text()
+    for word in ("✓", "✗", "frame", "classes."):
+        assert word not in text
+
+
+def with_sheets(run: Path) -> Page:
+    sheets = dict.fromkeys(("views_png", "neighbours_png", "negatives_png"), PNG)
+    return Page(write_report(run, **sheets, summary={}))
+
+
 def test_speed_is_the_median_of_what_was_logged(tmp_path: Path) -> None:
     lines = [training(images_per_second=speed) for speed in (1400.0, 1500.0, 10.0)]
     for epoch, line in enumerate(lines):

@@ -57,6 +57,10 @@ class History:
     def method(self) -> str:
         return self.subject or str(self.config.get("method", {}).get("name", "unknown method"))
 
+    def setting(self, section: str, name: str) -> Any:
+        """None where the configuration does not say."""
+        return self.config.get(section, {}).get(name)
+
     def knn_records(self) -> list[Record]:
         """The kNN accuracies that may be compared: all with the k of the first."""
         records = [record for record in self.records if record["measure"] == "knn_top1"]

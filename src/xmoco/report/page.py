@@ -12,9 +12,16 @@ from html import escape
 from pathlib import Path
 
 from xmoco.files import write_whole
+from xmoco.methods import METHODS
 from xmoco.report.curves import History, Panel, panel_svg, panels, read_history
 
 TORCHVISION_BACKBONES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
+
+LEARN_CLASSES = [
+    settings.model_fields["name"].default
+    for settings, method in METHODS.items()
+    if method.uses_labels
+]
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #23262b; --soft: #666c75; --line: #e3e5e8; --paper: #fff;
@@ -73,19 +80,8 @@ def write_report(
         _results(history),
         _facts(history, summary),
         curves(panels(history)),
-        sheet(
-            "Views",
-            "What the network learns from: random views of an image should be recognised as "
-            "the same, whatever the crop and the colours.",
-            views_png,
-        ),
-        sheet(
-            "Nearest neighbours",
-            "Each query and the images whose features are most similar, with their cosine "
-            "similarity. Where classes are known, ✓ in a solid frame is the query's class and ✗ in "
-            "a dotted frame is another; training never saw them.",
-            neighbours_png,
-        ),
+        sheet("Views", _about_views(history), views_png),
+        sheet("Nearest neighbours", _about_neighbours(history), neighbours_png),
         sheet(
             "Negatives",
             "Each query and, of some other training images that are its negatives here, those with "
@@ -136,7 +132,7 @@ def _results(history: History) -> str:
     """kNN beside its baselines: a sentence, a table with bars, and how it was measured."""
     knn = history.knn()
     if not knn:
-        return '<p class="lead">No kNN accuracy was measured (it needs labelled images).</p>'
+        return f'<p class="lead">{_why_no_knn(history)}</p>'
     rows = "".join(
         f"<tr{' class=own' if subject == history.method else ''}><th>{escape(subject)}</th>"
         f'<td class="number">{value:.1f} %</td>'
@@ -147,6 +143,12 @@ def _results(history: History) -> str:
 <p class="lead">{escape(_sentence(history))}</p>
 <table>{rows}</table>
 <p class="soft">{escape(_protocol(history))}</p>"""
+
+
+def _why_no_knn(history: History) -> str:
+    if history.setting("monitor", "knn_every") == 0:
+        return "No kNN accuracy was measured, as knn_every is 0."
+    return "No kNN accuracy was measured: it needs images of which each has one known class."
 
 
 def _sentence(history: History) -> str:
@@ -205,6 +207,43 @@ def _picture(panel: Panel) -> str:
     last = ", ".join(f"{name} {series.values[-1]:.4g}" for name, series in panel.curves.items())
     text = escape(f"{panel.title} by {panel.along}, {panel.unit}; at the end: {last or 'nothing'}")
     return f'<img src="{_uri(panel_svg(panel).encode(), "svg+xml")}" alt="{text}">'
+
+
+def _about_views(history: History) -> str:
+    should = (
+        "the class of an image should be recognised"
+        if _learns_classes(history)
+        else "random views of an image should be recognised as the same"
+    )
+    return f"What the network learns from: {should}, whatever the crop and the colours."
+
+
+def _about_neighbours(history: History) -> str:
+    found = (
+        "Each row shows a query on the left, then the training images whose features are most "
+        "similar to its own, with their cosine similarity."
+    )
+    marks = _about_marks(history)
+    learnt = "learnt" if _learns_classes(history) else "never saw"
+    return f"{found} {marks} Training {learnt} the classes." if marks else found
+
+
+def _about_marks(history: History) -> str:
+    """What frames on a sheet mean, unless there are none: where no image has one known class."""
+    if history.knn_records():
+        known = "A"
+    elif history.setting("monitor", "knn_every") == 0:  # so nothing tells whether there are any
+        known = "Where classes are known, a"
+    else:
+        return ""
+    return (
+        f"{known} solid frame and ✓ mark images of the query's class, a dotted frame and ✗ those "
+        "of another."
+    )
+
+
+def _learns_classes(history: History) -> bool:
+    return history.setting("method", "name") in LEARN_CLASSES
 
 
 def sheet(title: str, explanation: str, png: bytes | None) -> str:
