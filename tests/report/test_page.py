@@ -12,9 +12,12 @@ import torch
 import torchvision
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from safetensors.torch import save_file
 
 from xmoco.errors import UserError
+from xmoco.nn.backbones import build_backbone
+from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.report.page import write_report
 
 PNG = b"\x89PNG\r\n\x1a\nnot really"
@@ -234,8 +237,24 @@ def test_the_torchvision_snippet_runs_and_loads_the_weights(
 
 def test_a_backbone_torchvision_does_not_have_is_loaded_by_xmoco_only(tmp_path: Path) -> None:
     page = report(folder(tmp_path / "run"))
-    assert "xmoco.load_backbone('run/backbone.safetensors')" in page.texts["pre"][0]
+    assert "load_file" not in "".join(page.texts["pre"])
     assert "torchvision has no backbone of this shape" in page.text()
+
+
+def test_weights_are_used_by_the_path_that_the_run_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a snippet runs where the command did."""
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    run = folder(Path("runs/o'clock"))
+    grey = (0.5, 0.5, 0.5)
+    card = BackboneCard("tiny", "imagenet", 64, grey, grey, "xmoco", 1, 0)
+    save_backbone(build_backbone("tiny"), card, run / "backbone.safetensors")
+    Image.new("RGB", (200, 150), "grey").save("cat.jpg")
+    names: dict[str, Any] = {}
+    exec(report(run).texts["pre"][0], names)
+    assert names["features"].shape == (1, 128)
 
 
 def test_a_failed_write_keeps_the_old_report_and_leaves_nothing_behind(

@@ -259,11 +259,15 @@ def _uri(picture: bytes, kind: str = "png") -> str:
 
 
 def _weights(history: History, run: Path) -> str:
-    file = f"{run.resolve().name}/backbone.safetensors"
-    ours = f"""import xmoco
+    folder, file = str(run), str(run / "backbone.safetensors")
+    ours = f"""import torch
+import xmoco
+from PIL import Image
 
-backbone = xmoco.load_backbone({file!r})
-features = backbone(images)  # images: (N, 3, height, width), normalised as in training"""
+backbone = xmoco.load_backbone({folder!r})
+transform = xmoco.load_transform({folder!r})  # resize, centre crop and normalise
+with torch.no_grad():
+    features = backbone(transform(Image.open("cat.jpg"))[None])"""
     return f"""
 <h2>Using the weights</h2>
 <pre>{escape(ours)}</pre>
