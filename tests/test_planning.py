@@ -27,7 +27,7 @@ from xmoco.data import ArrayImages
 from xmoco.errors import UserError
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
-from xmoco.planning import forecast, show_plan
+from xmoco.planning import _process_warnings, forecast, show_plan
 from xmoco.settings import load_config
 
 
@@ -446,3 +446,20 @@ def test_auto_trains_transformers_by_adamw(
     assert isinstance(optim, AdamWConfig) == adamw
     assert ("  optim=adamw: networks of this kind hardly learn by SGD\n" in said) == adamw
     assert ("  learning_rate=0.0005: " in said) == (not settings)
+
+
+@pytest.mark.parametrize(
+    ("processes", "cores", "threads", "counted"),
+    [(1, 2, 2, 1), (2, 2, 1, 2), (8, 2, 1, 2), (8, 2, 2, 1), (3, 16, 5, 3), (2, 1, 4, 1)],
+)
+def test_processes_are_no_faster_than_the_cores(
+    processes: int, cores: int, threads: int, counted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xmoco.planning._cores", lambda: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    config = load_config("demo", [f"devices={processes}", "batch=48", "epochs=300"])
+    said = forecast(config, images_of(4800), fabric_of(processes, "cpu"))
+    assert f" will take about {duration(300 * 4800 / (200 * counted))}, " in said
+    warnings = list(_process_warnings(config, fabric_of(processes, "cpu")))
+    assert any("set devices=" in words for words in warnings) == (processes > cores)
+    assert not list(_process_warnings(config, fabric_of(processes, "cuda")))

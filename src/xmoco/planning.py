@@ -26,7 +26,7 @@ from xmoco.nn.weights import named_model, read_card
 from xmoco.settings import find_field, load_config, value_of
 from xmoco.starting_weights import start_from_weights
 from xmoco.text import printable
-from xmoco.train.engine import build_fabric, on_first
+from xmoco.train.engine import build_fabric, on_first, processes_of
 
 
 def show_plan(
@@ -81,7 +81,8 @@ def chosen_config(asked: Asked, fabric: Fabric, console: Console) -> Config:
         batches_per_epoch(images, train.batch, fabric.world_size, train.accumulate)
 
     def speed(base: str, changes: Mapping[str, Any]) -> float:
-        return _speed_of_one(asked.config(base, changes), fabric) * fabric.world_size
+        config = asked.config(base, changes)
+        return _speed_of_one(config, fabric) * _at_full_speed(config, fabric)
 
     def choose_for(images: ImageSet) -> AutoRecipe:
         with console.status(Text(f"looking at {images.name}")):
@@ -129,7 +130,7 @@ def forecast(config: Config, images: ImageSet, fabric: Fabric) -> str:
             f"memory: lower batch ({train.batch} now) or size ({config.input.size} now), or raise "
             f"accumulate ({train.accumulate} now)"
         )
-    seconds = steps * train.batch / (fast * fabric.world_size)
+    seconds = steps * train.batch / (fast * _at_full_speed(config, fabric))
     each = " per process" if fabric.world_size > 1 else ""
     return (
         f"{steps:,} steps will take about {duration(seconds)}, not counting kNN: measured "
@@ -142,6 +143,22 @@ def _speed_of_one(config: Config, fabric: Fabric) -> float:
     ``UserError`` here already."""
     here = config.model_copy(update={"model": model_here(config, fabric)})
     return images_per_second(here, fabric.device, _share(config, fabric.world_size))
+
+
+def _at_full_speed(config: Config, fabric: Fabric) -> int:
+    """How many processes are as fast together as one by itself: on a CPU no more than have cores
+    of their own for all their threads."""
+    if fabric.device.type != "cpu":
+        return fabric.world_size
+    _, nodes = processes_of(config.run)
+    on_each = fabric.world_size // nodes
+    return nodes * min(on_each, max(1, _cores() // torch.get_num_threads()))
+
+
+def _cores() -> int:
+    """That this process may use; not every system tells."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 def say(console: Console, line: str) -> None:
@@ -225,8 +242,22 @@ def about(
     judged = f", evaluated on centre crops of {central} px" if central else ""
     yield f"random views of an image: {describe_views(method.views)}{judged}"
     yield from method.run.notes
-    warnings = [*method.warnings(len(images)), *_schedule_warnings(config)]
+    warnings = [
+        *method.warnings(len(images)),
+        *_schedule_warnings(config),
+        *_process_warnings(config, fabric),
+    ]
     yield from (f"warning: {warning}" for warning in warnings)
+
+
+def _process_warnings(config: Config, fabric: Fabric) -> Iterator[str]:
+    on_each, _ = processes_of(config.run)
+    if fabric.device.type == "cpu" and on_each > _cores():
+        cores = "1 core" if _cores() == 1 else f"{_cores()} cores"
+        yield (
+            f"{on_each} processes share {cores}, which is slower than fewer processes: set "
+            f"devices={_cores()} or less"
+        )
 
 
 def _schedule_warnings(config: Config) -> Iterator[str]:
