@@ -11,8 +11,10 @@ import matplotlib
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from matplotlib.axes import Axes
 
 from xmoco.errors import UserError
+from xmoco.report import curves
 from xmoco.report.curves import (
     DARK,
     LIGHT,
@@ -21,6 +23,7 @@ from xmoco.report.curves import (
     claim_panels,
     claims_png,
     draw_curves,
+    draw_panel,
     panel_svg,
     panels,
     read_history,
@@ -178,6 +181,37 @@ def test_a_name_with_dollar_signs_is_not_read_as_mathematics(tmp_path: Path) -> 
     name = r"$\nonsense{$"
     run = folder(tmp_path, training(10, **{name: 1.0}), knn("xmoco", 1, 5.0), knn(name, 0, 1.0))
     assert to_png(draw_curves(run)).startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    "name", ["by soft label", "a method whose name is long and has many words"]
+)
+def test_legends_hide_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """They stand below the axes and within the picture, and the axes of a page are all as large."""
+    drawn: list[Axes] = []
+
+    def keep(axes: Axes, panel: Panel, theme: Any) -> None:
+        draw_panel(axes, panel, theme)
+        drawn.append(axes)
+
+    monkeypatch.setattr(curves, "draw_panel", keep)
+    series = Series([1, 2], [3, 2])
+    for lines in (1, 2, 6):
+        named = {f"{name} {line}": series for line in range(lines - 1)}
+        panel_svg(Panel("Loss", "nats", {name: series, **named}, {"chance": 2.5}))
+        axes = drawn[-1]
+        assert axes.figure is not None
+        axes.figure.canvas.draw()
+        legend = axes.get_legend()
+        assert legend is not None
+        area, label = legend.get_window_extent(), axes.xaxis.label.get_window_extent()
+        assert 0 <= area.y0 < area.y1 <= label.y0
+        assert 0 <= area.x0 < area.x1 <= axes.figure.bbox.width
+    panel_svg(Panel("Loss", "nats", {name: series}))
+    assert drawn[-1].get_legend() is None
+    width, height = zip(*(axes.get_window_extent().size for axes in drawn), strict=True)
+    assert width == pytest.approx([width[0]] * len(drawn))
+    assert height == pytest.approx([height[0]] * len(drawn))
 
 
 def test_a_panel_follows_the_screen() -> None:

@@ -316,6 +316,8 @@ DARK = Theme("#d5d8dc", "#373b42", "#1b1e23", ("#56b4e9", "#f0a04b", "#3ec9a0", 
 LETTERS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
 CURVE_STYLES = ("-", "--", "-.", ":")
 WIDTH, HEIGHT = 4.0, 2.75  # of a panel, in inches
+LEGEND_LINE = 0.18  # inches
+LONGEST_BESIDE = 30  # letters of names that have another one beside them
 DPI = 180
 FEW_POINTS = 40  # up to here every point is marked; a single one would not be seen otherwise
 
@@ -349,9 +351,13 @@ def claims_png(histories: Mapping[str, History]) -> bytes | None:
 def panel_svg(panel: Panel) -> str:
     """A single panel as a picture, for places where a wide figure would be too small to read. It
     follows the reader's light or dark screen by itself."""
-    figure = _figure(WIDTH, HEIGHT, LIGHT)
-    # Fixed margins, so that the panels of a page line up.
-    draw_panel(figure.add_axes((0.19, 0.17, 0.78, 0.72)), panel, LIGHT)
+    # Fixed margins, so that the panels of a page line up; those with a legend are higher by it.
+    names = _legend(panel)
+    below = LEGEND_LINE * math.ceil(len(names) / _legend_columns(names))
+    height = HEIGHT + below
+    figure = _figure(WIDTH, height, LIGHT)
+    area = (0.19, (0.17 * HEIGHT + below) / height, 0.78, 0.72 * HEIGHT / height)
+    draw_panel(figure.add_axes(area), panel, LIGHT)
     picture = io.StringIO()
     # Writing stays writing, and equal panels make equal pictures.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "xmoco"}):
@@ -382,11 +388,10 @@ def _in_either_theme(svg: str) -> str:
 
 
 def draw_panel(axes: Axes, panel: Panel, theme: Theme) -> None:
-    for index, (label, series) in enumerate(panel.curves.items()):
+    for index, series in enumerate(panel.curves.values()):
         axes.plot(
             series.epochs,
             series.values,
-            label=printable(label),  # names may hold what neither a font nor XML has
             color=theme.curves[index % len(theme.curves)],
             # where colours begin again, styles do not
             linestyle=CURVE_STYLES[(index + index // len(theme.curves)) % len(CURVE_STYLES)],
@@ -394,10 +399,9 @@ def draw_panel(axes: Axes, panel: Panel, theme: Theme) -> None:
             marker="o" if len(series.values) <= FEW_POINTS else None,
             markersize=3,
         )
-    for index, (label, level) in enumerate(panel.levels.items()):
+    for index, level in enumerate(panel.levels.values()):
         style = (0, (4 + 4 * index, 2))  # every further level has longer dashes
-        named = f"{printable(label)} {level:.3g}"
-        axes.axhline(level, label=named, color=theme.ink, linestyle=style, lw=1)
+        axes.axhline(level, color=theme.ink, linestyle=style, lw=1)
     heading = printable(panel.title)
     title = axes.set_title(heading, loc="left", fontsize=10, weight="bold", color=theme.ink)
     unit = axes.set_ylabel(printable(panel.unit), color=theme.ink, fontsize=9)
@@ -417,12 +421,33 @@ def draw_panel(axes: Axes, panel: Panel, theme: Theme) -> None:
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(theme.grid)
-    if len(panel.curves) + len(panel.levels) > 1:
-        lines = axes.lines
-        labels = [str(line.get_label()) for line in lines]  # given, as it hides those with a _
-        legend = axes.legend(lines, labels, fontsize=8, facecolor=theme.paper, edgecolor="none")
+    if names := _legend(panel):
+        legend = axes.legend(
+            axes.lines,
+            names,  # given, as it hides those with a _
+            fontsize=8,
+            ncols=_legend_columns(names),
+            # Below the axes and what is written there: inside, it would hide curves.
+            loc="upper center",
+            bbox_to_anchor=(0.5, 0),
+            borderaxespad=4,
+            borderpad=0,
+            frameon=False,
+        )
         for text in legend.get_texts():
             text.set(color=theme.ink, parse_math=False)
+
+
+def _legend(panel: Panel) -> list[str]:
+    """Names of all lines; a single one needs none beside the title. Names may hold what neither a
+    font nor XML has."""
+    curves = [printable(name) for name in panel.curves]
+    levels = [f"{printable(name)} {level:.3g}" for name, level in panel.levels.items()]
+    return [*curves, *levels] if len(curves) + len(levels) > 1 else []
+
+
+def _legend_columns(names: Sequence[str]) -> int:
+    return 2 if max(map(len, names), default=0) <= LONGEST_BESIDE else 1
 
 
 def to_png(figure: Figure) -> bytes:
