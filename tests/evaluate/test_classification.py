@@ -294,7 +294,9 @@ def test_linear_records_name_their_protocol(weights: Path, two_splits: Path) -> 
 
 def test_fine_tuning_on_a_share_of_the_labels(weights: Path, two_splits: Path) -> None:
     before = weights.read_bytes()
-    top1, _ = xmoco.evaluate_finetune(weights, two_splits, fraction=0.25, epochs=1)
+    ear = Ear()
+    top1, _ = xmoco.evaluate_finetune(weights, two_splits, fraction=0.25, epochs=1, listener=ear)
+    assert not any("too few" in said for said in ear.heard), "its batch shrinks"
     assert top1.measure == "finetune_top1"
     assert (top1.protocol["train_images"], top1.protocol["label_fraction"]) == (8, 0.25)
     assert weights.read_bytes() == before
@@ -376,6 +378,8 @@ def test_a_finished_classifier_is_judged_again_without_training(
     ear = Ear()
     again = linear(listener=ear)
     assert [record.value for record in again] == [record.value for record in first]
+    few = "the 32 training images make 1 step per epoch, too few for linear (paper), 1 epoch with"
+    assert ear.heard.pop(1).startswith(few)
     assert ear.heard == [
         f"{the_run()} holds the finished classifier, which is evaluated without training it again.",
         f"the classifier is kept in {the_run() / FILE}; `xmoco classify` applies it.",

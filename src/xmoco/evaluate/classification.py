@@ -41,6 +41,9 @@ from xmoco.text import printable
 from xmoco.train.engine import on_first
 from xmoco.train.run_folder import RunFolder, plain
 
+FEW_STEPS = 10
+"""In an epoch of so few the rates of linear classifiers, which are high, do not settle."""
+
 
 def evaluate_knn(
     weights: str | Path,
@@ -199,6 +202,14 @@ def _classify(
         say=evaluation.listener.say,
     )
     evaluation.tell_of(RunFolder(folder).unreadable())
+    steps = len(train) // protocol.batch_for(len(train))
+    if protocol.frozen and steps < FEW_STEPS:
+        evaluation.listener.say(
+            f"the {len(train):,} training images make {steps} "
+            f"{'step' if steps == 1 else 'steps'} per epoch, too few for {protocol.name} with its "
+            f"learning rate of {protocol.head_rate:g}: the accuracy may be far too low. For small "
+            "sets rather use `xmoco evaluate finetune`, whose batch shrinks, or `transfer`."
+        )
 
     def judge() -> list[Record]:
         scores, labels = evaluation.scores(classifier, test)
