@@ -136,6 +136,15 @@ def test_a_wrong_start(here: Path, arguments: list[str], words: list[str]) -> No
     assert fingerprint(here) == before
 
 
+def test_what_a_command_takes_is_suggested_for_a_set_that_is_not_there(here: Path) -> None:
+    outcome = run_cli("pretrain", "--data", "torchvision:CIFAR10", "device=cpu")
+    assert_refused(outcome, "add download=true to download it, or root=FOLDER for where it is")
+    assert "--download" not in outcome.stderr
+    outcome = run_cli("evaluate", "knn", "scratch:tiny", "torchvision:CIFAR10", "--device", "cpu")
+    assert_refused(outcome, "add --download to download it, or say with --root where it is")
+    assert "download=true" not in outcome.stderr
+
+
 def test_all_values_out_of_range_are_listed_at_once(here: Path) -> None:
     before = fingerprint(here)
     wrong = ["temperature=-1", "epochs=0", "flip=1.5", "crop_scale=[0.9,0.1]", "bathc=3", "std=x"]

@@ -349,7 +349,8 @@ def main() -> None:
             _fail(STOPPED, status=130)
         raise
     except UserError as error:
-        _fail(str(error), status=error.status, alone=error.alone)
+        options = getattr(error, "with_options", None) if sys.argv[1:2] == ["evaluate"] else None
+        _fail(options or str(error), status=error.status, alone=error.alone)
     except Interrupted as stop:
         _fail(str(stop), status=stop.status if first_process() else 0)
     except OSError as error:

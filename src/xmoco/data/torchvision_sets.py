@@ -125,16 +125,22 @@ def download(data: DataConfig, set_name: str, arguments: dict[str, Any]) -> Any:
         raise UserError(f"torchvision:{set_name} cannot be downloaded: {reason}.") from error
 
 
-def _missing(data: DataConfig, set_name: str, reason: str) -> UserError:
-    remedy = _BY_HAND.get(
-        set_name,
-        "add data.download=true (or --download) to download it, or set data.root (or --root) to "
-        "where it is",
-    )
+class MissingSetError(UserError):
+    """What to do is said as settings are given; ``with_options`` for commands that have some."""
+
+    def __init__(self, what: str, by_hand: str | None) -> None:
+        settings = "add download=true to download it, or root=FOLDER for where it is"
+        super().__init__(f"{what}; {by_hand or settings}.")
+        options = "add --download to download it, or say with --root where it is"
+        self.with_options = f"{what}; {by_hand or options}."
+
+
+def _missing(data: DataConfig, set_name: str, reason: str) -> MissingSetError:
+    by_hand = _BY_HAND.get(set_name)
     reason = reason.partition(". You can")[0].rstrip(".")  # torchvision's own advice is not ours
-    return UserError(
-        f"torchvision:{set_name} is not in {data.root}, or not whole ({reason}); "
-        f"{remedy.format(root=data.root)}."
+    return MissingSetError(
+        f"torchvision:{set_name} is not in {data.root}, or not whole ({reason})",
+        None if by_hand is None else by_hand.format(root=data.root),
     )
 
 
