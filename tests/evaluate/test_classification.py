@@ -323,8 +323,35 @@ def test_mistakes_with_classifiers(
 
 def test_a_classifier_needs_a_test_split(weights: Path, tmp_path: Path) -> None:
     images = make_images(tmp_path / "one", each=4)
-    with pytest.raises(xmoco.UserError, match="no test split"):
+    with pytest.raises(xmoco.UserError, match=r"no test split: .* --held-out 0\.2"):
         xmoco.evaluate_linear(weights, images, epochs=1)
+
+
+@pytest.mark.parametrize("command", ["linear", "finetune"])
+def test_or_a_share_is_held_out(weights: Path, tmp_path: Path, command: str) -> None:
+    images, kept = make_images(tmp_path / "one", each=10), tmp_path / "kept.jsonl"
+    outcome = run_cli(
+        *("evaluate", command, weights, images, "--epochs", "1", "--held-out", "0.2"),
+        *("--records", kept),
+    )
+    assert outcome.status == 0, outcome.stderr
+    assert "judged: 8 images of folder one, 20 % held out" in outcome.stdout
+    protocol = json.loads(kept.read_text().splitlines()[0])["protocol"]
+    assert protocol["split"] == "validation, held out of the training images"
+    assert (protocol["held_out_share"], protocol["train_images"]) == (0.2, 32)
+    assert protocol["data"] == "folder one, 80 % kept"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.6, float("nan")])
+def test_shares_that_cannot_be_held_out(weights: Path, tmp_path: Path, share: float) -> None:
+    images = make_images(tmp_path / "one", each=4)
+    with pytest.raises(xmoco.UserError, match=r"above 0 and at most 0\.5"):
+        xmoco.evaluate_finetune(weights, images, held_out=share)
+
+
+def test_there_is_nothing_to_hold_out_beside_a_test_split(weights: Path, two_splits: Path) -> None:
+    with pytest.raises(xmoco.UserError, match="has a test split already"):
+        xmoco.evaluate_linear(weights, two_splits, held_out=0.2)
 
 
 @pytest.mark.parametrize("command", ["linear", "finetune"])

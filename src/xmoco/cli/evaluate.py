@@ -31,6 +31,16 @@ from xmoco.cli.output import progress_bars, show_classification, show_detection,
 if TYPE_CHECKING:
     from xmoco.evaluate.evaluation import EvalOptions
 
+HeldOut = Annotated[
+    float | None,
+    typer.Option(
+        "--held-out",
+        metavar="SHARE",
+        help="For images without a test split: the share of every class, e.g. 0.2, that is not "
+        "trained on but evaluated on. The selection is deterministic: see docs/evaluation.md.",
+    ),
+]
+
 evaluate = typer.Typer(
     help="Evaluate a backbone by kNN, linear classification, fine-tuning, transfer or detection.",
     no_args_is_help=True,
@@ -120,6 +130,7 @@ def linear(
             help="Training epochs. Default: 100, as in the protocol; recorded if changed."
         ),
     ] = None,
+    held_out: HeldOut = None,
     seed: Seed = 0,
     out: Out = None,
     size: Size = None,
@@ -160,6 +171,7 @@ def linear(
             data,
             preset=preset,
             epochs=epochs,
+            held_out=held_out,
             seed=seed,
             out=out,
             options=options,
@@ -185,6 +197,7 @@ def finetune(
         int | None,
         typer.Option(help="Training epochs. Default: 20, as in the protocol; recorded if changed."),
     ] = None,
+    held_out: HeldOut = None,
     seed: Seed = 0,
     out: Out = None,
     size: Size = None,
@@ -222,6 +235,7 @@ def finetune(
             data,
             fraction=fraction,
             epochs=epochs,
+            held_out=held_out,
             seed=seed,
             out=out,
             options=options,

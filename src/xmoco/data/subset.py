@@ -11,6 +11,11 @@ from xmoco.data.decode import EncodedImage, ImageFile, UnreadableImage
 from xmoco.data.imagesets import ArrayImages, ImageSet, RaggedImages
 from xmoco.errors import UserError
 
+HELD_OUT = "validation, held out of the training images"
+"""The split, as records tell it."""
+MOST_HELD_OUT = 0.5
+"""Of more, a class of two images would have none to learn from."""
+
 
 class Subset(ImageSet):
     """The images at some positions of another set, in that order."""
@@ -134,6 +139,19 @@ def held_out(images: ImageSet, share: float) -> tuple[ImageSet, ImageSet]:
             )
     kept, chosen = held_out_positions(images, share)
     return taken(images, kept), taken(images, chosen)
+
+
+def held_out_to_judge(images: ImageSet, share: float) -> tuple[ImageSet, ImageSet]:
+    """The same for images that have no test split, with names that tell it."""
+    if not 0 < share <= MOST_HELD_OUT:
+        raise UserError(
+            f"a share of {share:g} cannot be held out: give one above 0 and at most "
+            f"{MOST_HELD_OUT:g}, such as 0.2."
+        )
+    kept, chosen = held_out(images, share)
+    kept.name = f"{images.name}, {100 - 100 * share:g} % kept"
+    chosen.name = f"{images.name}, {100 * share:g} % held out"
+    return kept, chosen
 
 
 def held_out_positions(images: ImageSet, share: float) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from xmoco.data import ImageSet
 from xmoco.data.fingerprint import content_digest
 from xmoco.data.sources import source_name
-from xmoco.data.subset import labelled_share
+from xmoco.data.subset import HELD_OUT, held_out_to_judge, labelled_share
 from xmoco.errors import UserError, nearest
 from xmoco.evaluate.classify import (
     FINETUNE,
@@ -121,6 +121,7 @@ def evaluate_linear(
     *,
     preset: str = "paper",
     epochs: int | None = None,
+    held_out: float | None = None,
     seed: int = 0,
     out: str | Path | None = None,
     options: EvalOptions | None = None,
@@ -129,6 +130,8 @@ def evaluate_linear(
     """Top-1 and top-5 accuracy of a linear classifier on the frozen backbone.
 
     Presets are the paper's settings and MoCo's. Fewer ``epochs`` make a protocol of another name.
+    Of images without a test split, ``held_out`` is the share of every class that is not trained on
+    but judged by: see ``xmoco.data.subset.held_out``.
     It is trained in the run folder ``out``, by default one under ``runs/evaluate`` for just these
     weights and settings: the same call goes on there after an interruption, and finds a finished
     classifier again.
@@ -140,7 +143,7 @@ def evaluate_linear(
     evaluation = Evaluation.open(weights, options, listener)
     protocol = LINEAR[preset].shortened(epochs)
     with evaluation.together():
-        return _classify("linear", evaluation, data, protocol, 1.0, seed, out)
+        return _classify("linear", evaluation, data, protocol, 1.0, held_out, seed, out)
 
 
 def evaluate_finetune(
@@ -149,6 +152,7 @@ def evaluate_finetune(
     *,
     fraction: float = 1.0,
     epochs: int | None = None,
+    held_out: float | None = None,
     seed: int = 0,
     out: str | Path | None = None,
     options: EvalOptions | None = None,
@@ -156,13 +160,13 @@ def evaluate_finetune(
 ) -> list[Record]:
     """Top-1 and top-5 accuracy after fine-tuning end to end on a share of the labels.
 
-    Which images a share holds is a fixed rule: see ``xmoco.data.subset.labelled_share``. ``out`` is
-    a run folder as for ``evaluate_linear``.
+    Which images a share holds is a fixed rule: see ``xmoco.data.subset.labelled_share``.
+    ``held_out`` and the run folder ``out`` are as for ``evaluate_linear``.
     """
     evaluation = Evaluation.open(weights, options, listener)
     protocol = FINETUNE.shortened(epochs)
     with evaluation.together():
-        return _classify("finetune", evaluation, data, protocol, fraction, seed, out)
+        return _classify("finetune", evaluation, data, protocol, fraction, held_out, seed, out)
 
 
 def _classify(
@@ -171,6 +175,7 @@ def _classify(
     data: str | Path,
     protocol: EpochProtocol,
     fraction: float,
+    held_out: float | None,
     seed: int,
     out: str | Path | None,
 ) -> list[Record]:
@@ -178,9 +183,14 @@ def _classify(
     if protocol.epochs < 1:
         raise UserError(f"{protocol.epochs} epochs are too few: give at least 1.")
     train, test = labelled_splits(data, evaluation.options)
-    if test is None:
+    if held_out is not None:
+        if test is not None:
+            raise UserError(f"{train.name} has a test split already: leave out --held-out.")
+        train, test = held_out_to_judge(train, held_out)
+    elif test is None:
         raise UserError(
-            f"{train.name} has no test split: put the images into train/ and val/ folders."
+            f"{train.name} has no test split: put the images into train/ and val/ folders, or hold "
+            "out a share of every class with --held-out 0.2."
         )
     if fraction != 1:
         train = labelled_share(train, fraction)
@@ -221,7 +231,11 @@ def _classify(
                 source_name(data),
                 seed,
                 RunFolder(folder).environment().get("processes"),
-                split="test",
+                **(
+                    {"split": "test"}
+                    if held_out is None
+                    else {"split": HELD_OUT, "held_out_share": held_out}
+                ),
                 judged=test.name,
                 crop_size=evaluation.input.size,
                 **asdict(protocol) | {"batch": protocol.batch_for(len(train))},
