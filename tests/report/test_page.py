@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -110,9 +111,31 @@ def test_results_are_a_sentence_a_table_and_a_protocol(tmp_path: Path) -> None:
     assert "After 2 epochs" in text
     assert "64.2 % of the test images, against 25.0 % (raw pixels) and 20.0 % (untrained)." in text
     assert "The best was 70.0 % after epoch 1." in text
-    assert "data patterns, k 200; seed 7" in text
+    assert "kNN top-1, training images: patterns, k = 200; seed 7." in text
     assert page.texts["th"] == ["xmoco", "raw pixels", "untrained", "time"]
     assert "3 min" in text
+
+
+def test_nothing_is_called_as_in_files(tmp_path: Path) -> None:
+    """Neither the method nor what is logged, nor the protocol."""
+    own = knn("xmoco+", 1, 70.0)
+    own["protocol"] |= {"features": "backbone", "size": 64, "voters": 120, "temperature": 0.1}
+    own["protocol"] |= {"bank_images": 1200, "judged_images": 60, "split": "test", "odd_key": 1}
+    logged = {"loss": 6.5, "loss/labels_source": 2.0, "fill/bank": 1.0, "feature_spread": 0.5}
+    run = folder(tmp_path / "run", own, training(**logged))
+    method = {"title": "XMoCo+", "subject": "xmoco+"}
+    (run / "environment.json").write_text(json.dumps({"method": method}))
+    page = report(run)
+    assert page.texts["h1"] == ["XMoCo+ on patterns, tiny"]
+    assert page.texts["th"] == ["XMoCo+"]
+    assert (
+        "kNN top-1, evaluated on 60 images, neighbours among 1,200 training images, training "
+        "images: patterns, features from the backbone, images of 64 px, k = 200, of which 120 vote, "
+        "temperature 0.1, odd key 1; seed 7."
+    ) in page.text()
+    told = " ".join(str(attributes.get("alt")) for _, attributes in page.tags)
+    assert "Filling of the bank by epoch, %; at the end: 100" in told
+    assert not re.findall(r"\w[_/]\w", told)
 
 
 def test_only_baselines_measured(tmp_path: Path) -> None:
@@ -174,7 +197,7 @@ def test_pictures_are_embedded_and_described(tmp_path: Path) -> None:
     images = [attributes for tag, attributes in page.tags if tag == "img"]
     uri = "data:image/png;base64," + base64.b64encode(PNG).decode()
     assert [image["src"] for image in images[1:]] == [uri, uri]
-    assert "loss 6.5" in (images[0]["alt"] or "")
+    assert images[0]["alt"] == "Loss by epoch, loss; at the end: 6.5"
     assert (images[0]["src"] or "").startswith("data:image/svg+xml;base64,")
 
 

@@ -52,10 +52,16 @@ class History:
     """What the method says its loss terms are to be compared with."""
     subject: str | None = None
     """What its records call the method."""
+    title: str | None = None
+    """What people call it."""
 
     @property
     def method(self) -> str:
         return self.subject or str(self.config.get("method", {}).get("name", "unknown method"))
+
+    def named(self, subject: str) -> str:
+        """What people call the subject of a record."""
+        return self.title if self.title and subject == self.method else subject
 
     def setting(self, section: str, name: str) -> Any:
         """None where the configuration does not say."""
@@ -105,6 +111,7 @@ def read_history(run: Path) -> History:
         config=_config(run / "config.yaml"),
         reference_levels=about.reference_levels,
         subject=about.subject,
+        title=about.title,
     )
 
 
@@ -113,6 +120,7 @@ class _AboutTheMethod(BaseModel):
 
     reference_levels: dict[str, FiniteFloat] = Field(default_factory=dict)
     subject: str | None = None
+    title: str | None = None
 
 
 def _about_the_method(environment: Mapping[str, Any]) -> _AboutTheMethod:
@@ -253,8 +261,14 @@ def claim_panels(histories: Mapping[str, History]) -> list[Panel]:
 
 def _knn_panel(history: History) -> list[Panel]:
     knn = history.knn()
-    own = {subject: series for subject, series in knn.items() if subject == history.method}
-    baselines = {subject: knn[subject].values[-1] for subject in knn if subject not in own}
+    own = {
+        history.named(subject): series
+        for subject, series in knn.items()
+        if subject == history.method
+    }
+    baselines = {
+        subject: series.values[-1] for subject, series in knn.items() if subject != history.method
+    }
     return [Panel("kNN accuracy", "top-1, %", own, baselines, (0, 100))] if knn else []
 
 

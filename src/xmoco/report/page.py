@@ -125,7 +125,7 @@ def _title(history: History) -> str:
     source = str(history.config.get("data", {}).get("source", "unknown data"))
     data = Path(source).name or source
     backbone = history.config.get("model", {}).get("backbone", "unknown backbone")
-    return f"{history.method} on {data}, {backbone}"
+    return f"{history.named(history.method)} on {data}, {backbone}"
 
 
 def _results(history: History) -> str:
@@ -134,7 +134,8 @@ def _results(history: History) -> str:
     if not knn:
         return f'<p class="lead">{_why_no_knn(history)}</p>'
     rows = "".join(
-        f"<tr{' class=own' if subject == history.method else ''}><th>{escape(subject)}</th>"
+        f"<tr{' class=own' if subject == history.method else ''}>"
+        f"<th>{escape(history.named(subject))}</th>"
         f'<td class="number">{value:.1f} %</td>'
         f'<td class="bar"><div><span style="width: {value:.1f}%"></span></div></td></tr>'
         for subject, value in ((subject, series.values[-1]) for subject, series in knn.items())
@@ -177,11 +178,38 @@ def _judged(history: History) -> str:
     return "training" if alone else "test"
 
 
+PROTOCOL = {
+    "judged_images": "evaluated on {} images",
+    "bank_images": "neighbours among {} training images",
+    "data": "training images: {}",
+    "started_from": "training started from {}",
+    "features": "features from the {}",
+    "size": "images of {} px",
+    "k": "k = {}",
+    "voters": "of which {} vote",
+    "temperature": "temperature {}",
+}
+"""How it is said what a record's protocol says."""
+NOT_TOLD = ("epoch", "step", "split")  # the sentence above tells of them
+
+
 def _protocol(history: History) -> str:
     record = history.knn_records()[-1]
-    protocol = record["protocol"].items()
-    settings = [f"{name} {value}" for name, value in protocol if name not in ("epoch", "step")]
-    return f"kNN, top-1: {', '.join(settings)}; seed {record.get('seed', 'unknown')}."
+    protocol = {name: value for name, value in record["protocol"].items() if name not in NOT_TOLD}
+    if protocol.get("voters") == protocol.get("k"):
+        protocol.pop("voters", None)
+    known = [name for name in PROTOCOL if name in protocol]
+    told = [PROTOCOL[name].format(_amount(protocol[name])) for name in known]
+    told += [f"{_words(name)} {protocol[name]}" for name in protocol if name not in PROTOCOL]
+    return f"kNN top-1, {', '.join(told)}; seed {record.get('seed', 'unknown')}."
+
+
+def _amount(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _facts(history: History, summary: Mapping[str, str]) -> str:
@@ -204,8 +232,10 @@ def curves(found: Iterable[Panel]) -> str:
 
 
 def _picture(panel: Panel) -> str:
-    last = ", ".join(f"{name} {series.values[-1]:.4g}" for name, series in panel.curves.items())
-    text = escape(f"{panel.title} by {panel.along}, {panel.unit}; at the end: {last or 'nothing'}")
+    last = {name: f"{series.values[-1]:.4g}" for name, series in panel.curves.items()}
+    alone = len(last) == 1  # what it is says the title
+    end = ", ".join(value if alone else f"{name} {value}" for name, value in last.items())
+    text = escape(f"{panel.title} by {panel.along}, {panel.unit}; at the end: {end or 'nothing'}")
     return f'<img src="{_uri(panel_svg(panel).encode(), "svg+xml")}" alt="{text}">'
 
 
