@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torchvision
 from PIL import Image
 
 import xmoco
@@ -82,6 +83,23 @@ def test_the_command_writes_what_the_function_finds(weights: Path, photos: Path)
     expected = xmoco.embed(weights, photos, options=xmoco.EvalOptions("cpu", size=24))
     assert list(known["names"]) == expected.names
     np.testing.assert_allclose(known["features"], expected.features, rtol=1e-4, atol=1e-5)
+
+
+def test_of_other_peoples_weights_is_told_what_was_loaded_and_guessed(photos: Path) -> None:
+    file, out = photos.parent / "theirs.pth", photos.parent / "found.npz"
+    torch.save(torchvision.models.resnet18().state_dict(), file)
+    command = ("embed", file, photos, "--size", "32", "--device", "cpu", "--out")
+    outcome = run_cli(*command, out)
+    assert_done(outcome)
+    assert outcome.stderr.splitlines() == [
+        f"xmoco: {file}: mean and std are a guess: ImageNet's.",
+        f"xmoco: {file}: format torchvision: 120 tensors loaded; dropped: fc; missing: nothing.",
+    ]
+    half = ("--mean", "0.5,0.5,0.5")
+    outcome = run_cli(*command, photos.parent / "told.npz", *half)
+    assert "theirs.pth: std is a guess: ImageNet's." in outcome.stderr
+    outcome = run_cli(*command, photos.parent / "both.npz", *half, "--std", "0.5,0.5,0.5")
+    assert "guess" not in outcome.stderr
 
 
 def test_what_cannot_be_read_is_left_out_and_told(weights: Path, tmp_path: Path) -> None:

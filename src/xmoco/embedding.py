@@ -1,6 +1,6 @@
 """``xmoco embed``: pictures in; what the backbone sees in each of them out, as a vector."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -51,6 +51,9 @@ def embed(
     options = options or EvalOptions()
     options.expect_one_process("embed")
     evaluation = Evaluation.open(weights, options, listener)
+    report = evaluation.weights.report
+    if report.format != "xmoco" and report.loaded:  # as evaluations do beside their results
+        evaluation.listener.say(f"{weights}: {replace(report, notes=())}.")  # those are said
     names, vectors = show_pictures(
         evaluation.weights.backbone,
         images,

@@ -137,7 +137,7 @@ class Evaluation:
         digest = tensors_digest(loaded.backbone.state_dict())[:12]
         loaded.backbone.to(fabric.device)
         heard = (listener if fabric.is_global_zero else None) or Listener()
-        for note in loaded.report.notes:
+        for note in (*loaded.report.notes, *filter(None, [loaded.guess])):
             heard.say(f"{weights}: {note}.")
         return cls(loaded, digest, options, fabric, heard)
 

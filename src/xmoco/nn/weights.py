@@ -42,6 +42,7 @@ from xmoco.nn.checkpoint_formats import (
     Pixels,
     find_backbone,
     flat_tensors,
+    guess_of,
     part_of,
 )
 from xmoco.pickles import Harmless, RefusedPickle, read_pickle
@@ -142,6 +143,9 @@ class Weights:
     backbone: nn.Module  # in eval mode
     card: BackboneCard
     report: LoadReport
+    guess: str | None = None
+    """What is said of a usual mean and std that a file of others does not tell. Guesses that are
+    less sure are among the notes of the report, which records hold."""
 
 
 def load_backbone(weights: str | Path) -> nn.Module:
@@ -176,12 +180,13 @@ def load_weights(
     """
     loaded = _load(weights)
     card = replace(loaded.card, mean=mean or loaded.card.mean, std=std or loaded.card.std)
-    report = loaded.report
+    report, guess = loaded.report, loaded.guess
     if mean or std:
         report = replace(report, notes=_guessed_still(report.notes, mean, std))
+        guess = next(iter(_guessed_still((guess,) if guess else (), mean, std)), None)
     if labelled is not None:
         report = replace(report, labelled=labelled)
-    return Weights(loaded.backbone, card, report)
+    return Weights(loaded.backbone, card, report, guess)
 
 
 def _guessed_still(notes: tuple[str, ...], mean: Rgb | None, std: Rgb | None) -> tuple[str, ...]:
@@ -465,7 +470,9 @@ def _others(content: Mapping[str, object], path: Path) -> Weights:
     while name.endswith((*PICKLES, ".safetensors")):
         name = name.rpartition(".")[0]
     whose = found.report.format
-    return _weights(found, name if whose == "torchvision" else f"{whose} ({name})", found.pixels)
+    method = name if whose == "torchvision" else f"{whose} ({name})"
+    loaded = _weights(found, method, found.pixels)
+    return loaded if found.report.notes else replace(loaded, guess=guess_of("ImageNet"))
 
 
 def _weights(found: FoundBackbone, method: str, pixels: Pixels) -> Weights:
