@@ -289,3 +289,19 @@ def test_speed_is_measured_without_other_processes(
 )
 def test_durations_in_words(seconds: float, words: str) -> None:
     assert duration(seconds) == words
+
+
+def test_a_slow_cpu_is_measured_by_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, steps = load_config("demo"), []
+
+    def build(config: Config) -> Any:
+        method = build_method(config)
+        method.encoder.head.register_forward_hook(lambda *_: steps.append(1))
+        return method
+
+    monkeypatch.setattr("xmoco.auto.build_method", build)
+    assert measured(config, torch.device("cpu"), images_per_forward=4) > 0
+    of_three = len(steps)
+    monkeypatch.setattr("xmoco.auto.LONGEST_MEASUREMENT", 0.0)
+    assert measured(config, torch.device("cpu"), images_per_forward=4) > 0
+    assert len(steps) - of_three == of_three // 3

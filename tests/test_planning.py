@@ -463,3 +463,38 @@ def test_processes_are_no_faster_than_the_cores(
     warnings = list(_process_warnings(config, fabric_of(processes, "cpu")))
     assert any("set devices=" in words for words in warnings) == (processes > cores)
     assert not list(_process_warnings(config, fabric_of(processes, "cuda")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ([], "size=64 backbone=tiny epochs=400"),
+        (["backbone=tiny"], "size=96 epochs=400"),
+        (["size=48", "train.epochs=3"], "backbone=tiny"),
+        (["backbone=tiny", "size=64", "epochs=400"], None),
+    ],
+)
+def test_what_follows_from_a_speed_is_told_to_do_so(
+    settings: list[str], words: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = make_images(tmp_path / "photos", each=40, side=128)
+    config = show_plan(data=images, overrides=["device=cpu", "batch=20", *settings])
+    said = capsys.readouterr().out
+    told = "this follows the speed measured just now; to have the same again, add"
+    assert (told in said) == (words is not None)
+    if words is not None:
+        assert f"{told} {words}\n" in said
+        again = ["device=cpu", "batch=20", *settings, *words.split()]
+        assert show_plan(data=images, overrides=again) == config
+
+
+def test_a_large_network_that_is_asked_for_is_shown_large_views(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = make_images(tmp_path / "photos", each=40, side=256)
+    config = show_plan(data=images, overrides=["device=cpu", "batch=20", "backbone=resnet50"])
+    assert (config.model.backbone, config.model.stem) == ("resnet50", "imagenet")
+    assert config.input.size == 64
+    said = capsys.readouterr().out
+    assert "starts from imagenette" in said
+    assert "backbone=" not in said  # asked for, not chosen

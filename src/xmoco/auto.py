@@ -50,6 +50,10 @@ WARM_UP = 0.1
 OF_ADAMW = ("vit", "deit", "beit", "eva", "swin", "cait", "xcit", "convnext")
 """Parts of timm's names of transformers, and of what is trained like them."""
 
+LONGEST_MEASUREMENT = 4.0
+"""Seconds after which no further step is taken to measure a CPU, nearly all of whose time goes into
+computing from the first step on."""
+
 
 @dataclass(frozen=True)
 class Situation:
@@ -93,11 +97,17 @@ def look_at(images: ImageSet, device: str, processes: int) -> Situation:
     return Situation(len(images), typical, device, processes)
 
 
-def choose(situation: Situation, speed: Speed, start: BackboneCard | None = None) -> AutoRecipe:
+def choose(
+    situation: Situation,
+    speed: Speed,
+    start: BackboneCard | None = None,
+    backbone: str | None = None,
+    size: int | None = None,
+) -> AutoRecipe:
     """What suits a situation, and the weights to start from. ``speed`` is asked for on a CPU only,
-    where time decides."""
+    where time decides between what the user leaves open of ``backbone`` and ``size``."""
     if situation.device == "cpu":
-        return _for_cpu(situation, speed, start)
+        return _for_cpu(situation, speed, start, _candidates(situation, start, backbone, size))
     return _for_gpu(situation, start)
 
 
@@ -137,16 +147,31 @@ def _for_gpu(situation: Situation, start: BackboneCard | None) -> AutoRecipe:
     )
 
 
-def _for_cpu(situation: Situation, speed: Speed, start: BackboneCard | None) -> AutoRecipe:
+def _candidates(
+    situation: Situation, start: BackboneCard | None, backbone: str | None, size: int | None
+) -> Sequence[tuple[str, int]]:
+    """Networks and sizes of views, the most demanding first. Views as small as 32 px suit a tiny
+    network only; a larger one that a user wants has the time it takes."""
+    found = [("resnet18", 96), ("resnet18", 64), ("tiny", 64), ("tiny", 32)]
+    name = backbone if start is None else start.backbone
+    if name is not None:
+        found = [(name, most) for most in ((96, 64, 32) if name == "tiny" else (96, 64))]
+    side = situation.short_side
+    views = ((one, size or _fixed_size(start) or _size(side, most)) for one, most in found)
+    return list(dict.fromkeys(views))
+
+
+def _for_cpu(
+    situation: Situation,
+    speed: Speed,
+    start: BackboneCard | None,
+    candidates: Sequence[tuple[str, int]],
+) -> AutoRecipe:
     """The largest network and views that see the images often enough within our patience."""
     images, side = situation.images, situation.short_side
     batch = _batch(min(64, max(16, images // 8)), situation)
     steps = max(1, images // batch)
-    candidates = [("resnet18", 96), ("resnet18", 64), ("tiny", 64), ("tiny", 32)]
-    if start is not None:
-        candidates = [(start.backbone, most) for most in (96, 64, 32)]
-    sized = ((backbone, _fixed_size(start) or _size(side, most)) for backbone, most in candidates)
-    for backbone, size in dict.fromkeys(sized):
+    for backbone, size in candidates:
         base = "cifar10" if size <= 48 else "imagenette"
         network = {choice.setting: choice.value for choice in _network(backbone, "", start)}
         fast = speed(base, {**network, "size": size, "batch": batch, "local_crops": 0})
@@ -290,9 +315,11 @@ def _images_per_second(config: Config, device: torch.device, count: int) -> floa
     batch = Batch(noise.pixels, torch.ones(count, 2), torch.arange(count), noise.labels)
     views += [sent(one, device) for one in task.beside_views(batch)]
     learned = [p for p in task.parameters() if p.requires_grad]
-    seconds = math.inf
+    seconds, begun = math.inf, time.perf_counter()
     for step in range(3):  # the first warms up
         started = time.perf_counter()
+        if step and device.type == "cpu" and started - begun > LONGEST_MEASUREMENT:
+            break
         at = values.at(Clock(step, 3, 3))
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             task(views, at).loss.backward()

@@ -11,7 +11,16 @@ from rich.console import Console
 from rich.text import Text
 
 from xmoco.asked import AUTO_BASE, Asked
-from xmoco.auto import AutoRecipe, choose, duration, following, images_per_second, look_at
+from xmoco.auto import (
+    OF_WEIGHTS,
+    AutoRecipe,
+    Choice,
+    choose,
+    duration,
+    following,
+    images_per_second,
+    look_at,
+)
 from xmoco.config import Config, ModelConfig, RunConfig, WeakAugmentationConfig
 from xmoco.data import ImageSet, open_images
 from xmoco.data.batches import batches_per_epoch, equal_share
@@ -72,13 +81,19 @@ def chosen_config(asked: Asked, fabric: Fabric, console: Console) -> Config:
         _expect_images(config, asked.recipe)
         return with_full_paths(config)
     config = with_full_paths(asked.config(AUTO_BASE))
-    if not _asks_for(asked, "data", "source"):
+    if not _asks_for(asked, "source"):
         raise UserError("no images given: pass --data PATH, a folder, an archive or a known set.")
     images = open_images(config.data, "train")
     assert images is not None
-    if _asks_for(asked, "train", "batch"):  # too large a batch needs no measurement
+    if _asks_for(asked, "batch"):  # too large a batch needs no measurement
         train = config.train
         batches_per_epoch(images, train.batch, fabric.world_size, train.accumulate)
+
+    fixed = {
+        setting: value_of(config, setting)
+        for setting in ("backbone", "size")
+        if _asks_for(asked, setting)
+    }
 
     def speed(base: str, changes: Mapping[str, Any]) -> float:
         config = asked.config(base, changes)
@@ -89,28 +104,43 @@ def chosen_config(asked: Asked, fabric: Fabric, console: Console) -> Config:
             situation = look_at(images, fabric.device.type, fabric.world_size)
             weights = config.model.weights
             start = None if weights is None else read_card(weights)[0]
-            return choose(situation, speed, start)
+            return choose(situation, speed, start, **fixed)
 
     chosen = on_first(fabric, lambda: choose_for(images))
     config = asked.config(chosen.base, chosen.settings())
-    more = following(config, other_optimiser=not _asks_for(asked, "optim", "name"))
+    more = following(config, other_optimiser=not _asks_for(asked, "optim"))
     chosen = replace(chosen, choices=(*chosen.choices, *more))
     config = with_full_paths(asked.config(chosen.base, chosen.settings()))
-    for line in _choices(chosen, config):
+    told = [one for one in chosen.choices if not _asks_for(asked, one.setting)]
+    for line in _choices(chosen.base, told, config):
         say(console, line)
+    if fabric.device.type == "cpu" and (keys := _by_speed(told)):
+        say(
+            console, f"this follows the speed measured just now; to have the same again, add {keys}"
+        )
     say(console, on_first(fabric, lambda: forecast(config, images, fabric)))
     return config
 
 
-def _asks_for(asked: Asked, section: str, field: str) -> bool:
+def _asks_for(asked: Asked, setting: str) -> bool:
     keys = (override.partition("=")[0].strip() for override in asked.overrides)
-    return any(find_field(key) == (section, field) for key in (*keys, *asked.settings))
+    wanted = find_field(setting)
+    return any(find_field(key) == wanted for key in (*keys, *asked.settings))
 
 
-def _choices(chosen: AutoRecipe, config: Config) -> Iterator[str]:
-    """What was chosen and why; what the user asked for instead is not told."""
-    yield f"recipe auto: starts from {chosen.base} and sets"
-    for setting, value, reason in chosen.choices:
+def _by_speed(choices: Iterable[Choice]) -> str:
+    """The settings that another moment could make others, as arguments."""
+    return " ".join(
+        f"{setting}={value}"
+        for setting, value, reason in choices
+        if setting in ("backbone", "size", "epochs") and reason != OF_WEIGHTS
+    )
+
+
+def _choices(base: str, choices: Iterable[Choice], config: Config) -> Iterator[str]:
+    """What was chosen and why; what a method does not have is not told."""
+    yield f"recipe auto: starts from {base} and sets"
+    for setting, value, reason in choices:
         if value_of(config, setting) == value:
             shown = list(value) if isinstance(value, tuple) else value
             yield f"  {setting}={shown}: {reason}"
