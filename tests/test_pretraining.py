@@ -179,7 +179,7 @@ def test_the_report_opens_by_itself(finished: tuple[Path, Outcome]) -> None:
     html = (finished[0] / "report.html").read_text()
     assert html.count("data:image/") >= 3  # curves, views, neighbours
     assert "<h2>Negatives</h2>" in html
-    assert "|S(q_s, m_t) − S(q_t, m_s)| by epoch" in html
+    assert "|q_s·B_t − q_t·B_s| by epoch" in html
     assert not re.findall(r"(?:src|href)=[\"'](?!data:|#)", html)
 
 

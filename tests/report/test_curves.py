@@ -283,7 +283,7 @@ def test_claims_have_panels_with_what_they_are_to_be_compared_with(tmp_path: Pat
         *measured("any_of_own_class", 9.5, 9.5),
     )
     gap, evenness, own_class = panels(read_history(run))
-    assert gap.title == "|S(q_s, m_t) − S(q_t, m_s)|"
+    assert gap.title == "|q_s·B_t − q_t·B_s|"
     assert gap.curves["two views of an image"] == Series([0, 1], [0.1, 0.2])
     assert gap.curves["views of two images"].values == [0.1, 0.4]
     assert 0 in gap.includes

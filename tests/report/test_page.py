@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from xmoco.errors import UserError
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
+from xmoco.report.curves import CLAIMS, LOOKS, panels, read_history
 from xmoco.report.page import write_report
 
 PNG = b"\x89PNG\r\n\x1a\nnot really"
@@ -111,7 +112,7 @@ def test_results_are_a_sentence_a_table_and_a_protocol(tmp_path: Path) -> None:
     assert "After 2 epochs" in text
     assert "64.2 % of the test images, against 25.0 % (raw pixels) and 20.0 % (untrained)." in text
     assert "The best was 70.0 % after epoch 1." in text
-    assert "kNN top-1, training images: patterns, k = 200; seed 7." in text
+    assert "kNN top-1, taken from patterns, k = 200; seed 7." in text
     assert page.texts["th"] == ["xmoco", "raw pixels", "untrained", "time"]
     assert "3 min" in text
 
@@ -129,9 +130,9 @@ def test_nothing_is_called_as_in_files(tmp_path: Path) -> None:
     assert page.texts["h1"] == ["XMoCo+ on patterns, tiny"]
     assert page.texts["th"] == ["XMoCo+"]
     assert (
-        "kNN top-1, evaluated on 60 images, neighbours among 1,200 training images, training "
-        "images: patterns, features from the backbone, images of 64 px, k = 200, of which 120 vote, "
-        "temperature 0.1, odd key 1; seed 7."
+        "kNN top-1, evaluated on 60 images, neighbours among 1,200 training images, taken from "
+        "patterns, features from the backbone, images of 64 px, k = 200, of which 120 "
+        "vote, temperature 0.1, odd key 1; seed 7."
     ) in page.text()
     told = " ".join(str(attributes.get("alt")) for _, attributes in page.tags)
     assert "Filling of the bank by epoch, %; at the end: 100" in told
@@ -174,9 +175,46 @@ def test_what_is_told_of_classes_is_true_of_the_method(
 
 def test_without_classes_nothing_is_told_of_frames(tmp_path: Path) -> None:
     settings = config() | {"monitor": {"knn_every": 1}}
-    text = with_sheets(folder(tmp_path / "run", settings=settings)).text()
-    for word in ("✓", "✗", "frame", "classes."):
-        assert word not in text
+    page = with_sheets(folder(tmp_path / "run", settings=settings))
+    told = " ".join(text for text in page.texts["p"] if "query" in text)
+    assert told.count("Each row shows a query") == 2
+    for word in ("✓", "✗", "frame", "class"):
+        assert word not in told
+
+
+@pytest.mark.parametrize(
+    ("measures", "words"),
+    [
+        (["similarity_evenness"], ["largest similarities"]),
+        (["label_evenness", "any_of_own_class"], ["largest soft labels", "frame and ✓"]),
+    ],
+)
+def test_the_negatives_are_explained_as_they_are_shown(
+    tmp_path: Path, measures: list[str], words: list[str]
+) -> None:
+    settings = config() | {"monitor": {"knn_every": 1}}
+    lines = [knn("xmoco", 1, 50.0) | {"measure": measure} for measure in measures]
+    text = with_sheets(folder(tmp_path / "run", *lines, settings=settings)).text()
+    for word in words:
+        assert word in text
+    assert ("✓" in text) == ("any_of_own_class" in measures)
+
+
+def test_every_curve_is_explained(tmp_path: Path) -> None:
+    """Below its picture; what no one knows here has no explanation."""
+    values = {"loss": 6.5, "loss/consistency_source": 2.0, "fill/bank": 1.0, "odd_gauge": 1.0}
+    values |= dict.fromkeys(LOOKS, 0.5)
+    lines = [
+        knn("xmoco", 1, 50.0) | {"measure": measure} for claim in CLAIMS for measure in claim.curves
+    ]
+    run = folder(tmp_path / "run", *lines, knn("xmoco", 1, 50.0), training(**values))
+    page = report(run)
+    found = panels(read_history(run))
+    assert [panel.title for panel in found if not panel.meaning] == ["odd gauge"]
+    explained = [text for text in page.texts["p"] if text in {panel.meaning for panel in found}]
+    assert len(explained) == len({*explained}) == len(found) - 1
+    assert "falling to 1 for good is collapse" in page.text()
+    assert "Consistency cannot fall to 0" in page.text()
 
 
 def with_sheets(run: Path) -> Page:

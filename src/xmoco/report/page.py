@@ -51,6 +51,7 @@ th { color: var(--soft); width: 30%; }
   gap: 1rem; }
 .card { background: var(--paper); border: 1px solid var(--line); border-radius: .6rem;
   padding: .75rem; overflow-x: auto; }
+.card p { font-size: .85rem; line-height: 1.45; margin: .5rem .25rem 0; }
 .card img { display: block; width: 100%; height: auto; }
 .sheet img { min-width: 36rem; max-width: 60rem; margin: 0 auto; }
 pre { background: var(--paper); border: 1px solid var(--line); border-radius: .6rem; padding: 1rem;
@@ -82,14 +83,7 @@ def write_report(
         curves(panels(history)),
         sheet("Views", _about_views(history), views_png),
         sheet("Nearest neighbours", _about_neighbours(history), neighbours_png),
-        sheet(
-            "Negatives",
-            "Each query and, of some other training images that are its negatives here, those with "
-            "the largest soft labels or, of a method that makes none, the largest similarities; "
-            "below, how many times as much as an even share. Frames are as above: where negatives "
-            "are of the query's class, a one-hot label is wrong about them.",
-            negatives_png,
-        ),
+        sheet("Negatives", _about_negatives(history), negatives_png),
         _weights(history, run),
         details("Configuration", read_text(run / "config.yaml")),
         details("Environment", read_text(run / "environment.json")),
@@ -181,7 +175,7 @@ def _judged(history: History) -> str:
 PROTOCOL = {
     "judged_images": "evaluated on {} images",
     "bank_images": "neighbours among {} training images",
-    "data": "training images: {}",
+    "data": "taken from {}",
     "started_from": "training started from {}",
     "features": "features from the {}",
     "size": "images of {} px",
@@ -226,7 +220,9 @@ def table(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def curves(found: Iterable[Panel]) -> str:
-    cards = "".join(f'<div class="card">{_picture(panel)}</div>' for panel in found)
+    cards = "".join(
+        f'<div class="card">{_picture(panel)}{_about_panel(panel)}</div>' for panel in found
+    )
     content = f'<div class="grid">{cards}</div>' if cards else "<p>Nothing was logged yet.</p>"
     return f"<h2>Curves</h2>{content}"
 
@@ -237,6 +233,10 @@ def _picture(panel: Panel) -> str:
     end = ", ".join(value if alone else f"{name} {value}" for name, value in last.items())
     text = escape(f"{panel.title} by {panel.along}, {panel.unit}; at the end: {end or 'nothing'}")
     return f'<img src="{_uri(panel_svg(panel).encode(), "svg+xml")}" alt="{text}">'
+
+
+def _about_panel(panel: Panel) -> str:
+    return f'<p class="soft">{escape(panel.meaning)}</p>' if panel.meaning else ""
 
 
 def _about_views(history: History) -> str:
@@ -258,8 +258,25 @@ def _about_neighbours(history: History) -> str:
     return f"{found} {marks} Training {learnt} the classes." if marks else found
 
 
+def _about_negatives(history: History) -> str:
+    what = "similarities" if history.measured("label_evenness") is None else "soft labels"
+    found = (
+        "The network learns to tell an image, the query, from others, its negatives. Each row "
+        f"shows a query on the left, then the negatives with the largest {what} among a few "
+        "training images. The number below says how many times an average negative's share that "
+        "is."
+    )
+    if history.measured("any_of_own_class") is None:
+        return found
+    return (
+        f"{found} A solid frame and ✓ mark negatives of the query's own class, from which a "
+        "one-hot label would tell it apart all the same; a dotted frame and ✗ mark those of "
+        "another class."
+    )
+
+
 def _about_marks(history: History) -> str:
-    """What frames on a sheet mean, unless there are none: where no image has one known class."""
+    """What frames on the sheet mean, unless there are none: where no image has one known class."""
     if history.knn_records():
         known = "A"
     elif history.setting("monitor", "knn_every") == 0:  # so nothing tells whether there are any
