@@ -498,3 +498,20 @@ def test_a_large_network_that_is_asked_for_is_shown_large_views(
     said = capsys.readouterr().out
     assert "starts from imagenette" in said
     assert "backbone=" not in said  # asked for, not chosen
+
+
+@pytest.mark.parametrize(("each", "few"), [(5, True), (25, False)])
+def test_what_the_images_do_not_suffice_for_is_told_beside_them(
+    each: int, few: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = make_images(tmp_path / "photos", each=each)
+    count = 4 * each
+    asked = ["device=cpu", "batch=16", f"bank_length={count + 4}"]
+    show_plan(data=images, overrides=asked)
+    said = capsys.readouterr().out.splitlines()
+    first = next(n for n, line in enumerate(said) if line.startswith("folder photos: "))
+    told = [f"warning: hardly anything can be learnt from {count} images: "] * few
+    told.append(f"warning: a bank of {count + 4} keys is larger than the {count} images")
+    lines = said[first + 1 :]
+    assert all(line.startswith(start) for line, start in zip(lines, told, strict=False))
+    assert not any(line.startswith("warning: ") for line in lines[len(told) :])

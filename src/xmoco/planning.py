@@ -37,6 +37,9 @@ from xmoco.starting_weights import start_from_weights
 from xmoco.text import printable
 from xmoco.train.engine import build_fabric, on_first, processes_of
 
+FEW_IMAGES = 100
+"""Fewer are likely a mistake: no recipe was tried with so few."""
+
 
 def show_plan(
     recipe: str | Path | None = None,
@@ -255,6 +258,13 @@ def about(
     millions = sum(p.numel() for p in method.encoder.parameters()) / 1e6
     labels = "no labels" if images.classes is None else f"{len(images.classes)} classes"
     yield f"{images.name}: {len(images):,} images, {labels}"
+    warnings = [
+        *_few_images(len(images)),
+        *method.warnings(len(images)),
+        *_schedule_warnings(config),
+        *_process_warnings(config, fabric),
+    ]
+    yield from (f"warning: {warning}" for warning in warnings)
     if method.uses_labels:
         yield "trains on labels"
     elif images.classes is not None:
@@ -272,12 +282,12 @@ def about(
     judged = f", evaluated on centre crops of {central} px" if central else ""
     yield f"random views of an image: {describe_views(method.views)}{judged}"
     yield from method.run.notes
-    warnings = [
-        *method.warnings(len(images)),
-        *_schedule_warnings(config),
-        *_process_warnings(config, fabric),
-    ]
-    yield from (f"warning: {warning}" for warning in warnings)
+
+
+def _few_images(images: int) -> Iterator[str]:
+    if images < FEW_IMAGES:
+        many = "1 image" if images == 1 else f"{images} images"
+        yield f"hardly anything can be learnt from {many}: take hundreds, better thousands"
 
 
 def _process_warnings(config: Config, fabric: Fabric) -> Iterator[str]:
