@@ -273,8 +273,8 @@ def _plan(config: Config, steps_per_epoch: int) -> Plan:
             f"accumulate ({train.accumulate} now), which splits a batch into parts"
         ),
         to_converge=(
-            "skip such steps with skip_bad_steps=true, or lower the learning rate, raise a "
-            "temperature or take precision=fp32"
+            "go on with --resume and skip_bad_steps=true or precision=fp32, or, in another folder "
+            "with --out, lower the learning rate or raise a temperature"
         ),
     )
 
