@@ -30,6 +30,8 @@ from torchvision.transforms.functional import to_pil_image
 
 import xmoco
 from xmoco.data.patterns import patterns
+from xmoco.errors import UserError
+from xmoco.evaluate.evaluation import labelled_splits
 
 TEMPERATURE = 0.2
 BANK = (1024, 128)  # keys, and their length
@@ -127,14 +129,24 @@ class Patterns(Dataset[Any]):
         return self.transform(to_pil_image(self.pixels[place])), int(self.labels[place])
 
 
-def train(model: MoCo | SimCLR, options: argparse.Namespace) -> list[float]:
-    """The mean loss of every epoch."""
+def opened(options: argparse.Namespace) -> Any:
+    """The images to learn from. What could not be judged at the end is refused: a ``UserError``."""
     transform = MoCoV2Transform(input_size=options.size)
-    images: Any = (
-        Patterns(transform, options.images)
-        if options.data == "patterns"
-        else LightlyDataset(options.data, transform=transform)
-    )
+    images: Any
+    if options.data == "patterns":
+        images = Patterns(transform, options.images)
+    elif Path(options.data).is_dir():
+        labelled_splits(options.data, xmoco.EvalOptions(eval_size=options.size))
+        images = LightlyDataset(options.data, transform=transform)
+    else:
+        raise UserError(f"there is no folder {options.data!r}.")
+    if len(images) < options.batch:
+        raise UserError(f"{len(images)} images do not fill a batch: lower --batch.")
+    return images
+
+
+def train(model: MoCo | SimCLR, images: Any, options: argparse.Namespace) -> list[float]:
+    """The mean loss of every epoch."""
     loader = DataLoader(
         images, options.batch, shuffle=True, drop_last=True, num_workers=options.workers
     )
@@ -172,7 +184,11 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], float]:
     )
     parser.add_argument("method", choices=["moco", "simclr"])
     parser.add_argument("--add", choices=["nothing", "consistency", "both"], default="both")
-    parser.add_argument("--data", default="patterns", help="a folder with one subfolder per class")
+    parser.add_argument(
+        "--data",
+        default="patterns",
+        help="a folder with one subfolder per class, by which the backbone is judged at the end",
+    )
     parser.add_argument("--images", type=int, help="so many of the patterns only")
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--batch", type=int, default=128)
@@ -180,11 +196,15 @@ def main(arguments: list[str] | None = None) -> tuple[list[float], float]:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    try:
+        images = opened(options)
+    except UserError as error:
+        parser.error(str(error))
     torch.manual_seed(options.seed)
     backbone = resnet18()
     backbone.fc = nn.Identity()
     model = (MoCo if options.method == "moco" else SimCLR)(backbone, options.add)
-    losses = train(model, options)
+    losses = train(model, images, options)
     accuracy = judge(model.backbone, options)
     print(f"kNN: {accuracy:.1f} %")
     return losses, accuracy

@@ -139,3 +139,32 @@ def test_it_runs_from_images_to_accuracy(
     said = capsys.readouterr().out
     assert f"epoch 1: loss {losses[0]:.3f}" in said
     assert f"kNN: {accuracy:.1f} %" in said
+
+
+@pytest.mark.parametrize(
+    ("data", "options", "sentence"),
+    [
+        ("nowhere", [], "there is no folder 'nowhere'."),
+        ("plain", [], "plain has no labels: put the images into one subfolder per class"),
+        ("empty", [], "empty"),
+        ("images", ["--batch", "64"], "32 images do not fill a batch: lower --batch."),
+    ],
+)
+def test_what_cannot_be_judged_is_refused_before_training(
+    example: ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    data: str,
+    options: list[str],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(example, "train", lambda *_: pytest.fail("it has trained"))
+    make_images(tmp_path / "images", each=8, side=32)
+    make_images(tmp_path / "one", each=8, classes=1)
+    (tmp_path / "one" / "class0").rename(tmp_path / "plain")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        example.main(["moco", "--data", data, *options])
+    assert sentence in capsys.readouterr().err
