@@ -201,6 +201,16 @@ def test_an_existing_run_is_not_overwritten(here: Path, run: Path) -> None:
     assert fingerprint(here) == before
 
 
+@pytest.mark.parametrize("command", ["linear", "finetune"])
+def test_the_run_of_an_evaluation_is_called_so(
+    here: Path, finished: Path, images: Path, command: str
+) -> None:
+    arguments = (finished, images, "--held-out", "0.2", "--epochs", "1", "--device", "cpu")
+    assert_done(run_cli("evaluate", command, *arguments, "--out", "judged"))
+    outcome = run_cli("pretrain", "--resume", "--out", "judged", "device=cpu")
+    assert_refused(outcome, f"judged holds a run of `xmoco evaluate {command}`, no pre-training")
+
+
 def test_resuming_with_another_configuration_names_the_changes(here: Path, run: Path) -> None:
     before = fingerprint(here)
     outcome = run_cli("pretrain", "--resume", "--out", "run", "epochs=9", "hue=0.4", "batch=16")

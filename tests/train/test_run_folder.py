@@ -52,6 +52,18 @@ def test_an_interruption_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("more", "name"), [("objects: a1", " detect"), ("set: pets", " transfer"), ("size: 32", "")]
+)
+def test_the_run_of_an_evaluation_is_not_taken_for_a_pre_training(
+    tmp_path: Path, more: str, name: str
+) -> None:
+    settings = f"model: fcos\nweights: abc\nimages: def\nseed: 0\n{more}\n"
+    (tmp_path / "config.yaml").write_text(settings)
+    with pytest.raises(UserError, match=f"holds a run of `xmoco evaluate{name}`, no pre-training"):
+        RunFolder.open(tmp_path)
+
+
 def test_existing_folders_are_refused(run: RunFolder, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="already holds a run"):
         RunFolder.create(run.path, TEXT)

@@ -83,6 +83,12 @@ class RunFolder:
         if not (path / "config.yaml").is_file():
             there = "holds no run" if path.exists() else "does not exist"
             raise UserError(f"nothing to resume: {path} {there} (start one without --resume).")
+        evaluation = _evaluation_in(path / "config.yaml")
+        if evaluation is not None:
+            raise UserError(
+                f"{path} holds a run of `xmoco evaluate{evaluation}`, no pre-training: the command "
+                "that began it goes on with it."
+            )
         return cls(path)
 
     @classmethod
@@ -226,6 +232,24 @@ def read_environment(run: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+def _evaluation_in(file: Path) -> str | None:
+    """Which evaluation these are the settings of, if they are of one; the run's own reader says
+    what else may be wrong with them."""
+    try:
+        content = read_yaml(read_text(file), "it")
+    except UserError:
+        return None
+    if not isinstance(content, dict) or not {"weights", "images", "seed"} <= {*content}:
+        return None
+    if "objects" in content:
+        return " detect"
+    if "set" in content:
+        return " transfer"
+    if "backbone_rate" in content:
+        return " finetune" if content["backbone_rate"] else " linear"
+    return ""
 
 
 def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
