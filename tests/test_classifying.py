@@ -189,7 +189,7 @@ def test_a_backbone_that_no_card_tells_is_judged_but_not_kept(images: Path, tmp_
     sentence = "the classifier cannot be kept as a file: its backbone is no ordinary resnet18."
     assert sentence in outcome.stderr
     assert not (tmp_path / "run" / FILE).exists()
-    assert_refused(run_cli("classify", tmp_path / "run", images), f"has no {FILE}: it is no run")
+    assert_refused(run_cli("classify", tmp_path / "run", images), f"has no {FILE}: give the run")
 
 
 def test_it_is_shown_images_as_it_was_judged_last(

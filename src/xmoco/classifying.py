@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from xmoco.errors import UserError
-from xmoco.evaluate.evaluation import Listener
+from xmoco.evaluate.evaluation import Listener, check_device
 from xmoco.files import write_whole
 from xmoco.nn.classifier_files import read_classifier
 from xmoco.pictures import show_pictures
@@ -72,6 +72,7 @@ def classify(
     ``weights`` are what ``load_classifier`` takes. A picture that cannot be read is left out, and
     the listener told.
     """
+    check_device(device)
     classifier, card, backbone = read_classifier(weights)
     chosen = torch.device(choose_device(device))
     names, scores = show_pictures(

@@ -229,8 +229,11 @@ def test_a_test_split_without_class_folders_has_no_labels(tmp_path: Path) -> Non
 
 def test_a_test_class_that_training_does_not_have(tmp_path: Path) -> None:
     files = {"train/a/1.png": png(1), "train/zebra/2.png": png(2), "val/zebras/3.png": png(3)}
-    with pytest.raises(UserError, match=r"^the val .* zebras \(did you mean zebra\?\) .*\.$"):
+    with pytest.raises(
+        UserError, match=r"^the val .* zebras \(did you mean zebra\?\) .*\.$"
+    ) as error:
         opened(write_folder(tmp_path, files), "test")
+    assert "data.labels=none" in str(error.value)
 
 
 def test_folders_as_classes_refuse_an_image_at_the_top(tmp_path: Path) -> None:

@@ -351,7 +351,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Path], str]] = {
     ),
     "YOLO's unknown class": (
         lambda path: yolo(path, "2 0.5 0.5 0.1 0.1"),
-        "line 1 of .*1.txt has class 2, but there are 0 to 1",
+        "line 1 of .*1.txt has class 2, but the yaml file names only classes 0 to 1",
     ),
     "YOLO's short line": (
         lambda path: yolo(path, "\n1 0.5 0.5"),

@@ -223,6 +223,7 @@ def test_splits_of_different_classes_are_refused(
         with pytest.raises(xmoco.UserError, match="class2") as refusal:
             function(weights, two_splits, options=EvalOptions("cpu"))
         assert "\n" not in str(refusal.value)
+        assert "pre-trains" not in str(refusal.value)
 
 
 def test_a_class_of_one_image_that_nobody_can_vote_for_is_told(
@@ -262,7 +263,10 @@ def test_records_tell_weights_apart_as_they_came(weights: Path, two_splits: Path
         ({"options": {"mean": (124, 116, 104)}}, "mean=124,116,104 is not three numbers from 0 to"),
         ({"temperature": float("nan")}, "temperature"),
         ({"options": {"device": "cuda"}}, "device=cuda is not available"),
-        ({"options": {"device": "abacus"}}, "device=abacus is not available"),
+        (
+            {"options": {"device": "abacus"}},
+            "there is no device 'abacus': give auto, cpu, cuda or mps",
+        ),
     ],
 )
 def test_mistakes(
@@ -362,6 +366,7 @@ def test_classifiers_from_the_command_line(
     outcome = run_cli("evaluate", command, weights, two_splits, "--epochs", "1", "--records", kept)
     assert outcome.status == 0, outcome.stderr
     assert "top-1" in outcome.stdout
+    assert "top-5" not in outcome.stdout  # there are four classes
     assert "random crops" not in outcome.stdout  # they are of the same size
     measures = [json.loads(line)["measure"] for line in kept.read_text().splitlines()]
     assert measures == [f"{command}_top1", f"{command}_top5"]
@@ -474,6 +479,8 @@ def test_other_settings_in_the_same_folder_are_refused(
         evaluate(xmoco.evaluate_linear, weights, two_splits, given | changes)
     with pytest.raises(xmoco.UserError, match="begun with other settings"):
         xmoco.evaluate_finetune(weights, two_splits, **given)
+    with pytest.raises(xmoco.UserError, match="other settings: epochs was 1 and is 2 now"):
+        xmoco.evaluate_linear(weights, two_splits, epochs=2, out="run")
     next((two_splits / "train" / "class0").iterdir()).unlink()
     with pytest.raises(xmoco.UserError, match="run was begun with other settings: "):
         xmoco.evaluate_linear(weights, two_splits, **given)
@@ -503,6 +510,8 @@ def test_an_interrupted_command_goes_on(
         patch.setattr(Training, "advance", stopping)
         outcome = run_cli(*arguments, "--out", "cut")
     assert outcome.status == TRY_AGAIN
+    for other in (("evaluate", "knn", "cut", two_splits), ("classify", "cut", two_splits)):
+        assert_refused(run_cli(*other), "finish it first, with the same command again.")
     assert outcome.stderr.count("\n") == 1
     assert "stopped by SIGTERM after step 2 of " in outcome.stderr
     offered = shlex.split(outcome.stderr.rpartition("Resume with: ")[2])

@@ -872,6 +872,7 @@ def test_timm_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         ("timm:resnet_18", r"did you mean resnet18\?"),
         ("torchvision:vit_b_16", "taken by name, which are resnet18, resnet34"),
         ("timm:", "timm has no model"),
+        ("timm:nonsense", r"timm has no model nonsense\.$"),
         ("torchvision:resnet50:V9", "no weights V9 for resnet50: IMAGENET1K_V1, IMAGENET1K_V2"),
     ],
 )

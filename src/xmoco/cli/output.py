@@ -65,10 +65,19 @@ def progress_bars() -> "Iterator[Listener]":
 def show_classification(found: list["Record"], file: Path | None) -> None:
     protocol = found[0].protocol
     rows = [(record.measure.rpartition("_")[2].replace("top", "top-"), record) for record in found]
-    show_records(f"{protocol['name']} on {protocol['data']}", rows, file)
+    top1, *others = rows
+    # Of five classes or fewer, the right one is always among the best five.
+    shown = [top1, *(row for row in others if row[1].value < 100)]
+    show_records(f"{protocol['name']} on {protocol['data']}", rows, file, shown)
 
 
-def show_records(title: str, rows: list[tuple[str, "Record"]], file: Path | None) -> None:
+def show_records(
+    title: str,
+    rows: list[tuple[str, "Record"]],
+    file: Path | None,
+    shown: list[tuple[str, "Record"]] | None = None,
+) -> None:
+    """All rows are kept, and ``shown``, where not all are."""
     from xmoco.records import append_records
 
     if not first_process():
@@ -87,7 +96,7 @@ def show_records(title: str, rows: list[tuple[str, "Record"]], file: Path | None
     table = Table()
     table.add_column("measure")
     table.add_column("accuracy", justify="right")
-    for name, record in rows:
+    for name, record in shown or rows:
         table.add_row(name, f"{record.value:.2f} %")
     print_plain(title)
     Console().print(table)

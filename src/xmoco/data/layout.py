@@ -11,6 +11,8 @@
 Paths are relative, with ``/``; folders end in ``/``.
 """
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from posixpath import commonpath, dirname
 from typing import Literal
 
@@ -25,6 +27,29 @@ TEST_FOLDERS = ("val", "valid", "validation", "test")
 SAME_MEANING = {"training": "train", "testing": "test"}
 
 LabelRule = Literal["auto", "folders", "none"]
+
+
+class UnknownClass(UserError):  # noqa: N818
+    """A class that is not among those of the training images."""
+
+    def __str__(self) -> str:
+        return f"{self.args[0]} (data.labels=none pre-trains without labels)."
+
+
+def unknown_class(split: str, name: str, known: Iterable[str]) -> UnknownClass:
+    return UnknownClass(
+        f"the {split} images have a class {name}{nearest(name, known)} that the training images do "
+        "not have; rename it or remove it"
+    )
+
+
+@contextmanager
+def labels_needed() -> Iterator[None]:
+    """Where to do without labels is no way out."""
+    try:
+        yield
+    except UnknownClass as error:
+        raise UserError(f"{error.args[0]}.") from None
 
 
 def split_folders(paths: list[str], *, pass_over_others: bool = False) -> tuple[str, list[str]]:
@@ -77,11 +102,7 @@ def labels_of(
     unknown = sorted(set(folders) - set(number))
     if unknown:
         name = printable(unknown[0])
-        raise UserError(
-            f"the {split} images have a class {name}{nearest(name, map(printable, classes))} that "
-            "the training images do not have; rename it or remove it (data.labels=none pre-trains "
-            "without labels)."
-        )
+        raise unknown_class(split, name, map(printable, classes))
     return torch.tensor([number[name] for name in folders], dtype=torch.int64)
 
 

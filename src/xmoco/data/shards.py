@@ -28,7 +28,7 @@ from torch import Tensor
 from xmoco.data import tar_scanner
 from xmoco.data.decode import EncodedImage, ImageFile, UnreadableImage, decode_rgb
 from xmoco.data.imagesets import ImageSet
-from xmoco.data.layout import TEST_FOLDERS, TRAIN_FOLDER, LabelRule, split_of
+from xmoco.data.layout import TEST_FOLDERS, TRAIN_FOLDER, LabelRule, split_of, unknown_class
 from xmoco.data.parquet_pages import UnknownParquet, scan_parquet, value_of
 from xmoco.data.processes import command
 from xmoco.data.shard_index import ShardIndex, build_index, index_of, locked
@@ -36,7 +36,7 @@ from xmoco.data.stores import ENDINGS, Disk, Distant, Store, read_ahead
 from xmoco.data.tar_members import DamagedArchive
 from xmoco.data.tar_scanner import Scanned, read_scanned, scan_tar
 from xmoco.distributed import first_on_machine
-from xmoco.errors import UserError, nearest
+from xmoco.errors import UserError
 from xmoco.text import printable
 
 SCANNED_AT_ONCE = 16
@@ -182,10 +182,7 @@ class ShardSource:
         classes = tuple(printable(self.index.classes[number]) for number in np.flatnonzero(known))
         if len(unknown):
             name = printable(self.index.classes[labels[unknown[0]]])
-            raise UserError(
-                f"the {split} images have a class {name}{nearest(name, classes)} that the training "
-                "images do not have (data.labels=none pre-trains without labels)."
-            )
+            raise unknown_class(split, name, classes)
         return classes, torch.from_numpy((known.cumsum() - 1)[labels])
 
 

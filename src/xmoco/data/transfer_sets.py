@@ -27,7 +27,7 @@ import torch
 from xmoco.config import DataConfig
 from xmoco.data.imagesets import ImageSet
 from xmoco.data.label_file import LABEL_FILE
-from xmoco.data.layout import TRAIN_FOLDER
+from xmoco.data.layout import TRAIN_FOLDER, labels_needed
 from xmoco.data.sources import (
     TORCHVISION,
     existing_path,
@@ -198,7 +198,8 @@ def _train_and_test(data: DataConfig) -> Splits:
 
 def _folders(data: DataConfig) -> Splits:
     """The splits of a folder or an archive of one's own."""
-    splits = open_splits(data)
+    with labels_needed():
+        splits = open_splits(data)
     train = splits.pop(TRAIN_FOLDER)
     match list(splits):
         case [_] | [_, "test"]:

@@ -19,6 +19,7 @@ from xmoco.detect.drawing import drawn
 from xmoco.detect.masks import runs_of_bitmap
 from xmoco.detect.prediction import MASK_THRESHOLD, Sight, looked_at
 from xmoco.errors import UserError
+from xmoco.evaluate.evaluation import check_device
 from xmoco.files import write_whole
 from xmoco.pictures import left_out
 from xmoco.text import printable
@@ -59,6 +60,7 @@ def detect(
         raise UserError(f"{folder} already exists: choose another folder with --out.")
     if not 0 <= threshold <= 1:
         raise UserError(f"threshold={threshold:g} is not from 0 to 1.")
+    check_device(device)
     detector, card = read_detector(weights)
     chosen = torch.device(choose_device(device))
     pictures, paths = all_pictures(images)

@@ -136,7 +136,8 @@ def _annotations(
         except ValueError:
             raise UserError(f"{this} must be numbers only, and is {printable(line)!r}.") from None
         if label not in range(classes):
-            raise UserError(f"{this} has class {label:g}, but there are 0 to {classes - 1}.")
+            known = "only class 0" if classes == 1 else f"only classes 0 to {classes - 1}"
+            raise UserError(f"{this} has class {label:g}, but the yaml file names {known}.")
         if len(numbers) == 4:
             x, y, wide, high = numbers
             box = (x - wide / 2, y - high / 2, x + wide / 2, y + high / 2)

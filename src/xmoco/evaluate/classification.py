@@ -37,7 +37,8 @@ from xmoco.nn.architectures import timm_name
 from xmoco.nn.classifier_files import FILE, ClassifierCard, save_classifier
 from xmoco.nn.weights import LONGEST_METHOD
 from xmoco.records import Record
-from xmoco.text import printable
+from xmoco.settings import read_text, read_yaml
+from xmoco.text import printable, shortened
 from xmoco.train.engine import on_first
 from xmoco.train.run_folder import RunFolder, plain
 
@@ -197,6 +198,7 @@ def _classify(
     settings = _settings(evaluation, train, protocol, seed)
     name = f"{evaluation.weights.card.method}-{evaluation.digest}-{source_name(data)}"
     folder = Path(out) if out is not None else _default_folder(name, settings)
+    _expect_same_epochs(folder, settings)
     classifier = train_classifier(
         evaluation.weights.backbone,
         train,
@@ -306,6 +308,23 @@ def _settings(
             "seed": seed,
         }
     )
+
+
+def _expect_same_epochs(folder: Path, settings: Mapping[str, Any]) -> None:
+    """They are in the name, too, but whoever gave others should read of them."""
+    try:
+        before = read_yaml(read_text(folder / "config.yaml"), "it")
+    except UserError:  # there is none; or whoever needs it tells what is wrong
+        return
+    if not isinstance(before, Mapping):
+        return
+    then, now = (str(one.get("name")).partition(", ")[0] for one in (before, settings))
+    if then == now and before.get("epochs") != settings["epochs"]:
+        raise UserError(
+            f"{folder} was begun with other settings: epochs was "
+            f"{shortened(before.get('epochs'))} and is {settings['epochs']} now. Go on as it was "
+            "begun, or give another folder with --out."
+        )
 
 
 def _default_folder(name: str, settings: Mapping[str, Any]) -> Path:

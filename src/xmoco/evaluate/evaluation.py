@@ -13,6 +13,7 @@ from torch import Tensor
 from xmoco.config import DataConfig, InputConfig
 from xmoco.data import ImageSet, Unreadable, open_images
 from xmoco.data.fingerprint import tensors_digest
+from xmoco.data.layout import labels_needed
 from xmoco.data.transfer_sets import check_classes
 from xmoco.errors import UserError
 from xmoco.evaluate.cache import cached_features
@@ -27,6 +28,12 @@ from xmoco.train.partners import watching
 
 Rgb = tuple[float, float, float]
 SIZES = range(8, 1025)
+DEVICES = ("auto", "cpu", "cuda", "mps")
+
+
+def check_device(device: str) -> None:
+    if device not in DEVICES:
+        raise UserError(f"there is no device {device!r}: give {', '.join(DEVICES[:-1])} or mps.")
 
 
 def expect_numbers(features: Features) -> None:
@@ -72,6 +79,7 @@ class EvalOptions:
     command: str = "the same call"  # with which an interrupted evaluation goes on
 
     def __post_init__(self) -> None:
+        check_device(self.device)
         if self.precision not in ("fp32", "bf16"):
             raise UserError(f"precision={self.precision} is not fp32 or bf16.")
         for size in (self.size, self.eval_size):
@@ -269,7 +277,8 @@ def labelled_splits(data: str | Path, options: EvalOptions) -> tuple[ImageSet, I
 
 def labelled_splits_of(data: DataConfig) -> tuple[ImageSet, ImageSet | None]:
     """The same, of a run's images."""
-    train, test = open_images(data, "train"), open_images(data, "test")
+    with labels_needed():
+        train, test = open_images(data, "train"), open_images(data, "test")
     assert train is not None
     for images in filter(None, (train, test)):
         if images.labels is None:

@@ -126,8 +126,9 @@ def _file(path: Path) -> Path:
     if path.is_dir():
         if (path / "config.yaml").is_file() and not (path / FILE).is_file():
             raise UserError(
-                f"{path} has no {FILE}: it is no run of `xmoco evaluate finetune` or `linear`, or "
-                "one that is not finished, which its command goes on with."
+                f"{path} has no {FILE}: give the run folder of `xmoco evaluate finetune` or "
+                "`linear`. If it is one that was interrupted, finish it first, with the same "
+                "command again."
             )
         path = path / FILE
     if not path.is_file():

@@ -7,6 +7,7 @@ pickles are read with ``weights_only=True``.
 """
 
 import argparse
+import difflib
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +58,8 @@ WHOLE = "backbone.safetensors", "detector.safetensors", "classifier.safetensors"
 """What runs leave behind; the backbone is a part of the others."""
 KEPT = "encoder.backbone."  # what a checkpoint of pre-training calls the backbone
 LONGEST_METHOD = 1000
+LONGEST_NAME = 100
+"""Letters of what may be a misspelt model."""
 BACKBONE, DETECTOR = "xmoco", "xmoco-detector"
 """Where the header of a file tells of it."""
 CLASSIFIER = "classifier"  # what a header calls that of the classifier on the backbone
@@ -295,6 +298,12 @@ def _of_run(checkpoint: Mapping[str, object], path: Path, notes: Sequence[str]) 
         found = _OfRun.model_validate(checkpoint)
         config = config_from_settings(found.identity["settings"])
     except (ValidationError, LookupError, UserError):
+        identity = checkpoint.get("identity")
+        if isinstance(identity, Mapping) and {"weights", "images"} <= identity.keys():
+            raise UserError(
+                f"{path} is of an evaluation that is not finished: finish it first, with the same "
+                "command again."
+            ) from None
         raise UserError(f"{path} is no checkpoint of pre-training with this xmoco.") from None
     state, step, epoch = found.task, found.step, found.epoch
     backbone = {k.removeprefix(KEPT): v for k, v in state.items() if k.startswith(KEPT)}
@@ -530,7 +539,9 @@ def _load_timm(name: str, given: str) -> Weights:
     except ValueError as error:
         raise UserError(f"no weights of {given}: {error}.") from None
     if architecture not in known:
-        raise UserError(f"timm has no model {architecture}{nearest(architecture, known)}.")
+        # Among a thousand names, one is always a little like it.
+        near = difflib.get_close_matches(architecture[:LONGEST_NAME], known, n=1, cutoff=0.7)
+        raise UserError(f"timm has no model {architecture}{nearest(architecture, near)}.")
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every attempt
     try:
         trained = timm_library().get_pretrained_cfg(name)
