@@ -183,3 +183,21 @@ def test_what_cannot_be_written_is_named(run: RunFolder, name: str) -> None:
     }[name]
     with pytest.raises(UserError, match=f"could not write .*{name}: No space left"):
         write()
+
+
+def test_sessions_are_listed_and_the_first_one_started_the_run(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter("abcd")
+    monkeypatch.setattr("xmoco.train.run_folder.now", lambda: next(times))
+    for device in ("cpu", "cuda"):
+        run.write_environment(device=device)
+    found = run.environment()
+    assert (found["started"], found["sessions"], found["device"]) == ("a", ["a", "b"], "cuda")
+    file = run.path / "environment.json"
+    file.write_text('{"started": "x"}')  # of a run that is older than the list
+    run.write_environment()
+    assert run.environment()["sessions"] == ["x", "c"]
+    file.write_text('{"started": "x", "sessions": 3}')
+    run.write_environment()
+    assert run.environment()["sessions"] == ["d"]

@@ -142,8 +142,13 @@ class RunFolder:
         return read_environment(self.path)
 
     def write_environment(self, **facts: Any) -> None:
+        """Of this session. Of those before, only when each began is kept."""
+        before, began = self.environment(), now()
+        started = before.get("started", began)
+        sessions = before.get("sessions", [started] if before else [])
         content = {
-            "started": now(),
+            "started": started,
+            "sessions": [*(sessions if isinstance(sessions, list) else []), began],
             "commit": commit(),
             "versions": versions(),
             "machine": machine(),
