@@ -6,6 +6,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import xmoco
 from helpers import (
     Outcome,
     assert_done,
@@ -30,6 +32,8 @@ from xmoco.checkpoints import load_checkpoint
 from xmoco.errors import TRY_AGAIN
 from xmoco.schedules import WarmupCosine
 from xmoco.settings import load_config, recipe_names
+
+PYPROJECT = Path(__file__).parents[1] / "pyproject.toml"
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +106,8 @@ def pretrain(*arguments: str | Path) -> Outcome:
         (["--recipe", "imagenet"], ["no images at 'data/imagenet'", "pass --data PATH"]),
         (["method=mocco"], ["unknown method 'mocco' (did you mean moco?)", "xmoco, mocov2plus"]),
         (["epochs=ten"], ["train.epochs = 'ten'"]),
+        (["epochs="], ["train.epochs has no value: it must be a whole number."]),
+        (["foo=1"], ["unknown key 'foo'."]),
         (["method=byol", "sharpness=2.0"], ["byol has no setting sharpness"]),
         (["batch=129"], ["128 images", "batch of 129", "largest batch possible is 128"]),
         (["batch=18", "accumulate=4"], ["batch of 18 images cannot be shared equally by 4 parts"]),
@@ -143,6 +149,34 @@ def test_what_a_command_takes_is_suggested_for_a_set_that_is_not_there(here: Pat
     outcome = run_cli("evaluate", "knn", "scratch:tiny", "torchvision:CIFAR10", "--device", "cpu")
     assert_refused(outcome, "add --download to download it, or say with --root where it is")
     assert "download=true" not in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--epochs", "3"], "there is no option --epochs: settings are given as epochs=3."),
+        (["--epochs=3", "--dry-run"], "--epochs: settings are given as epochs=3."),
+        (["--weight-decay", "0.1"], "settings are given as weight_decay=0.1."),
+        (["--lr", "0.1"], "there is no option --lr: settings are given as learning_rate=0.1."),
+        (["--nesterov", "--dry-run"], "settings are given as nesterov=VALUE."),
+        (["--nesterov"], "settings are given as nesterov=VALUE."),
+    ],
+)
+def test_a_setting_given_as_an_option(here: Path, arguments: list[str], told: str) -> None:
+    assert_refused(pretrain(*arguments), told)
+
+
+def test_an_option_that_is_no_setting(here: Path) -> None:
+    outcome = pretrain("--dta", "images")
+    assert outcome.status == 2
+    assert "No such option" in outcome.stderr
+    assert "--data" in outcome.stderr
+
+
+def test_the_version() -> None:
+    outcome = run_cli("--version")
+    assert outcome == Outcome(0, f"{xmoco.__version__}\n", "")
+    assert xmoco.__version__ == tomllib.loads(PYPROJECT.read_text())["project"]["version"]
 
 
 def test_all_values_out_of_range_are_listed_at_once(here: Path) -> None:

@@ -17,6 +17,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from xmoco.classifying import classify as classify
     from xmoco.detect.detector_files import load_detector as load_detector
     from xmoco.detect.evaluation import evaluate_detect as evaluate_detect
@@ -75,6 +76,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("xmoco")
     if name not in _WHERE:
         raise AttributeError(f"module 'xmoco' has no attribute {name!r}")
     return getattr(importlib.import_module(_WHERE[name]), name)

@@ -49,5 +49,5 @@ def nearest(word: str, known: Iterable[str]) -> str:
     if len(word) > LONGEST_WORD:
         return ""
     names = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.6)
     return f" (did you mean {names[close[0]]}?)" if close else ""

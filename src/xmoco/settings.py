@@ -371,6 +371,8 @@ def _sentence(error: Any) -> str:
             wanted = str(error["ctx"]["error"])
         case other:
             wanted = _WANTED.get(other) or error["msg"].replace("Input should", "must")
+    if value is None and wanted.startswith("must"):
+        return f"{printable(key)} has no value: it {wanted}"
     return f"{printable(key)} = {shortened(value)}: {wanted}"
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from xmoco.cli.evaluate import evaluate
-from xmoco.cli.options import Device, Mean, Pictures, Std, Weights
+from xmoco.cli.options import Device, Mean, Pictures, Std, TakesSettings, Weights
 from xmoco.cli.output import print_plain, progress_bars
 from xmoco.cli.tables import tables
 from xmoco.launchers import PREEMPTING, first_process
@@ -43,13 +43,34 @@ app.add_typer(evaluate, name="evaluate")
 app.add_typer(tables, name="tables")
 
 
+def _show_version(asked: bool) -> None:
+    if asked:
+        from xmoco import __version__
+
+        print_plain(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def everywhere(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass  # the help is the application's own
+
+
 @app.command(
+    cls=TakesSettings,
     epilog="Examples:\n\n"
     "`xmoco pretrain --data ~/photos --out runs/photos`\n\n"
     "`xmoco pretrain --data ~/photos --dry-run`\n\n"
     "`xmoco pretrain --recipe demo epochs=3`\n\n"
     "`xmoco pretrain --recipe cifar10 --data torchvision:CIFAR10 download=true`\n\n"
-    "`xmoco pretrain --resume --out runs/photos`"
+    "`xmoco pretrain --resume --out runs/photos`",
 )
 def pretrain(
     settings: Annotated[

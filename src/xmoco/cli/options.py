@@ -5,6 +5,39 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+import typer.core
+
+
+class TakesSettings(typer.core.TyperCommand):
+    """Settings are arguments of it: who gives one as an option is told how it is given."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            # By name, as typer's releases have the class in different places.
+            if type(error).__name__ == "NoSuchOption":
+                _tell_how_settings_are_given(str(getattr(error, "option_name", "")), given)
+            raise
+
+
+def _tell_how_settings_are_given(option: str, given: list[str]) -> None:
+    from xmoco.errors import UserError
+    from xmoco.settings import OTHER_NAMES, find_field
+
+    key = option.lstrip("-").replace("-", "_")
+    key = OTHER_NAMES.get(key, key)
+    if find_field(key) is None:
+        return
+    value = "VALUE"
+    for word, after in zip(given, [*given[1:], "-"], strict=True):
+        if word.startswith(f"{option}="):
+            value = word.partition("=")[2]
+        elif word == option and not after.startswith("-"):
+            value = after
+    raise UserError(f"there is no option {option}: settings are given as {key}={value}.")
+
 
 Weights = Annotated[
     str,
