@@ -28,6 +28,7 @@ from helpers import (
 )
 from xmoco.errors import UserError
 from xmoco.export import export, exporting, how_to_load, to_timm
+from xmoco.nn import checkpoint_formats
 from xmoco.nn.architectures import BACKBONES, TimmModel
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, load_backbone, read_card, save_backbone
@@ -86,6 +87,8 @@ def wide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     timm = TimmModel("resnetv2_50", {"preact": False, "width_factor": 0.25})
     narrow = replace(BACKBONES["resnet50w2"], width=16, timm=timm)
     monkeypatch.setitem(BACKBONES, "resnet50w2", narrow)
+    kind = (narrow.block, narrow.blocks, narrow.width)
+    monkeypatch.setitem(checkpoint_formats.ARCHITECTURES, kind, "resnet50w2")
     return save_lively(tmp_path / "wide", "resnet50w2")
 
 
@@ -132,7 +135,9 @@ def test_torchvision_with_other_widths_and_stems(
 ) -> None:
     weights = request.getfixturevalue(name)
     path = export(weights, "torchvision", tmp_path / "model.pth")
-    model = follow(how_to_load(weights, "torchvision", path))
+    advice = how_to_load(weights, "torchvision", path)
+    assert "xmoco." not in advice.replace("xmoco.load_backbone(", ""), "only what is public"
+    model = follow(advice)
     assert isinstance(model, ResNet)
     assert_same_features(model.eval(), weights)
 
@@ -322,7 +327,9 @@ def test_detectron2(
 def test_detectron2_configuration(backbone: str, resnets: tuple[int, ...], tmp_path: Path) -> None:
     path = tmp_path / "backbone.safetensors"
     save_backbone(build_backbone("tiny"), replace(CARD, backbone=backbone), path)
-    advice = yaml.safe_load(how_to_load(path, "detectron2", "model.pkl"))
+    text = how_to_load(path, "detectron2", "model.pkl")
+    assert text.startswith("# for RGB images with values from 0 to 255; ")
+    advice = yaml.safe_load(text)
     depth, stem, res2, group = resnets
     assert advice == {
         "INPUT": {"FORMAT": "RGB"},

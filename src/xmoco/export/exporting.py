@@ -130,8 +130,10 @@ def how_to_load(weights: str | Path, to: str, path: str | Path) -> str:
     target = _target(to)
     card, _ = read_card(weights)
     side = card.input().central_size
-    seen = f"# for RGB images of {side} × {side} in [0, 1], "
-    return f"{seen}minus {card.mean}, over {card.std}\n{target.loading(Path(path), card)}"
+    seen = f"# for RGB images of {side} × {side} in [0, 1], minus {card.mean}, over {card.std}"
+    if to == "detectron2":  # there, images of any size have values up to 255
+        seen = f"# for RGB images with values from 0 to 255; pre-trained at {side} × {side}"
+    return f"{seen}\n{target.loading(Path(path), card)}"
 
 
 def _target(to: str) -> Target:

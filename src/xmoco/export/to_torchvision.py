@@ -1,7 +1,7 @@
 """For torchvision: a plain state dict under its names, without fc.
 
 torchvision itself makes the standard ResNets. Other widths and the cifar stem are its ResNet class
-put together by ``xmoco.nn.backbones.build_backbone``, which is what loads them.
+put together by ``build_resnet``; ``xmoco.load_backbone`` loads them.
 """
 
 from pathlib import Path
@@ -35,19 +35,17 @@ def features(path: Path, card: BackboneCard, images: Tensor) -> Tensor:
 
 
 def loading(path: Path, card: BackboneCard) -> str:
-    state = f"torch.load({str(path)!r}, weights_only=True)"
     name = _standard_name(card)
     if name is not None:
         return (
             "import torch, torchvision\n"
             f"model = torchvision.models.{name}()\n"
-            f"model.load_state_dict({state}, strict=False)  # all but fc"
+            f"model.load_state_dict(torch.load({str(path)!r}, weights_only=True), strict=False)"
+            "  # all but fc"
         )
     return (
-        "import torch\n"
-        "from xmoco.nn.backbones import build_backbone\n"
-        f"model = build_backbone({card.backbone!r}, {card.stem!r})  # a torchvision ResNet\n"
-        f"model.load_state_dict({state})"
+        "import xmoco\n"
+        f"model = xmoco.load_backbone({str(path)!r})  # a torchvision ResNet without fc"
     )
 
 
