@@ -12,6 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from xmoco.errors import UserError
 from xmoco.report import curves
@@ -184,7 +185,8 @@ def test_a_name_with_dollar_signs_is_not_read_as_mathematics(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "name", ["by soft label", "a method whose name is long and has many words"]
+    "name",
+    ["by soft label", "a name as long as may", "a method whose name is long and has many words"],
 )
 def test_legends_hide_nothing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """They stand below the axes and within the picture, and the axes of a page are all as large."""
@@ -307,3 +309,24 @@ def test_claims_of_two_runs_stand_in_the_same_panels(tmp_path: Path) -> None:
     assert picture is not None
     assert picture.startswith(b"\x89PNG")
     assert claims_png({}) is None
+
+
+def test_a_method_has_one_colour_in_all_pictures(tmp_path: Path) -> None:
+    """That of its kNN curve beside the other's, too; its curves differ in style."""
+    runs = {}
+    for name in ("XMoCo", "MoCo v2+"):
+        (tmp_path / name).mkdir()
+        lines = [*measured("similarity_gap", 0.1), *measured("similarity_gap_unrelated", 0.3)]
+        runs[name] = read_history(folder(tmp_path / name, *lines))
+    knn_panel = Panel("kNN accuracy", "%", dict.fromkeys(runs, Series([1], [50])))
+    (claims,) = claim_panels(runs)
+    drawn: dict[str, set[str]] = {}
+    looks = []
+    for panel in (knn_panel, claims):
+        axes = Figure().add_subplot()
+        draw_panel(axes, panel, LIGHT)
+        for name, line in zip(panel.curves, axes.lines, strict=True):
+            drawn.setdefault(name.partition(",")[0], set()).add(line.get_color())
+            looks.append((panel, line.get_color(), line.get_linestyle()))
+    assert drawn == {"XMoCo": {LIGHT.curves[0]}, "MoCo v2+": {LIGHT.curves[1]}}
+    assert len({(id(panel), *look) for panel, *look in looks}) == len(looks)

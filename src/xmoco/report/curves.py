@@ -11,7 +11,7 @@ import io
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,8 @@ class Panel:
     along: str = "epoch"
     meaning: str = ""
     """What it is and what is good or bad, in plain words."""
+    colours: Sequence[int] = ()
+    """The number of every curve's colour; unless given, each has its own."""
 
 
 @dataclass(frozen=True)
@@ -309,22 +311,23 @@ def panels(history: History) -> list[Panel]:
 
 
 def claim_panels(histories: Mapping[str, History]) -> list[Panel]:
-    """What became of the paper's claims, in a run or in several by name."""
+    """What became of the paper's claims, in a run or in several by name: of these, each has its
+    colour in all panels, as it has where it is a single curve."""
     found = []
     for claim in CLAIMS:
-        curves, levels = {}, {}
-        for name, history in histories.items():
+        curves, levels, colours = {}, {}, []
+        for number, (name, history) in enumerate(histories.items()):
             for measure, label in claim.curves.items():
                 if (series := history.measured(measure)) is not None:
                     curves[f"{name}, {label}" if name else label] = series
+                    colours.append(number)
             if claim.level and (series := history.measured(claim.level)) is not None:
                 levels = {"chance": series.values[-1]}
         if curves:
-            found.append(
-                Panel(
-                    claim.title, claim.unit, curves, levels, claim.includes, meaning=claim.meaning
-                )
+            panel = Panel(
+                claim.title, claim.unit, curves, levels, claim.includes, meaning=claim.meaning
             )
+            found.append(panel if len(histories) == 1 else replace(panel, colours=colours))
     return found
 
 
@@ -411,7 +414,7 @@ LETTERS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-
 CURVE_STYLES = ("-", "--", "-.", ":")
 WIDTH, HEIGHT = 4.0, 2.75  # of a panel, in inches
 LEGEND_LINE = 0.18  # inches
-LONGEST_BESIDE = 30  # letters of names that have another one beside them
+LONGEST_BESIDE = 24  # letters of names that have another one beside them
 DPI = 180
 FEW_POINTS = 40  # up to here every point is marked; a single one would not be seen otherwise
 
@@ -483,12 +486,14 @@ def _in_either_theme(svg: str) -> str:
 
 def draw_panel(axes: Axes, panel: Panel, theme: Theme) -> None:
     for index, series in enumerate(panel.curves.values()):
+        colour = panel.colours[index] if panel.colours else index
+        # where colours begin again, styles do not
+        line = index + index // len(theme.curves)
         axes.plot(
             series.epochs,
             series.values,
-            color=theme.curves[index % len(theme.curves)],
-            # where colours begin again, styles do not
-            linestyle=CURVE_STYLES[(index + index // len(theme.curves)) % len(CURVE_STYLES)],
+            color=theme.curves[colour % len(theme.curves)],
+            linestyle=CURVE_STYLES[line % len(CURVE_STYLES)],
             linewidth=1.6,
             marker="o" if len(series.values) <= FEW_POINTS else None,
             markersize=3,
@@ -523,7 +528,7 @@ def draw_panel(axes: Axes, panel: Panel, theme: Theme) -> None:
             ncols=_legend_columns(names),
             # Below the axes and what is written there: inside, it would hide curves.
             loc="upper center",
-            bbox_to_anchor=(0.5, 0),
+            bbox_to_anchor=(0.42, 0),  # the middle of panel and unit together
             borderaxespad=4,
             borderpad=0,
             frameon=False,
