@@ -19,7 +19,7 @@ import xmoco
 from helpers import assert_done, assert_refused, run_cli
 from xmoco.detect import finding
 from xmoco.detect.detector_files import DetectorCard, save_detector
-from xmoco.detect.drawing import drawn, enlarged
+from xmoco.detect.drawing import drawn, enlarged, framed
 from xmoco.detect.evaluation import verdicts
 from xmoco.detect.masks import bitmap_of_runs
 from xmoco.detect.metrics import judge_coco, judge_voc
@@ -249,7 +249,7 @@ def test_the_report(run: tuple[Path, list[Any]], monkeypatch: pytest.MonkeyPatch
     assert "tiny, xmoco, which started from torchvision:resnet50" in page_file.read_text()
     assert "which started from" not in text
     (precision,) = (panel for panel in seen if panel.title == "Precision of boxes")
-    assert precision.along == "recall, %"
+    assert (precision.unit, precision.along) == ("precision, %", "recall, %")
     assert all(min(curve.values) == 100 for curve in precision.curves.values())
 
 
@@ -272,3 +272,24 @@ def test_pictures_of_detections(tmp_path: Path) -> None:
     assert picture.shape[0] == picture.shape[1], "three pictures in two rows of two"
     corner = picture[-picture.shape[0] // 3 :, -picture.shape[1] // 3 :]
     assert (corner == corner[0, 0]).all(), "the fourth is empty"
+
+
+def test_what_is_there_is_framed_in_white(tmp_path: Path) -> None:
+    grey = torch.full((3, 40, 50), 128, dtype=torch.uint8)
+    found = framed(grey, torch.tensor([[10.0, 5, 30, 25]]))
+    assert (found[:, 5:25, 9] == 255).all()
+    assert (found[:, :2] == 128).all()
+    assert torch.equal(framed(grey, torch.zeros(0, 4)), grey)
+    _, data = open_detection(write_scenes(tmp_path / "scenes", val=3))
+
+    class Blind(RedAndBlue):
+        def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
+            nothing = torch.zeros(0, 4), torch.zeros(0, dtype=torch.int64), torch.zeros(0)
+            return [dict(zip(("boxes", "labels", "scores"), nothing, strict=True))] * len(images)
+
+    plain, told = (
+        picture_detections(Blind(), data, torch.device("cpu"), truth=truth)
+        for truth in (False, True)
+    )
+    (tmp_path / "truth.png").write_bytes(told)
+    assert plain != told, "also where nothing is found"

@@ -39,13 +39,29 @@ def drawn(
         boxes.round(),
         labels=names,
         colors=list(colours),
-        width=max(1, round(side / 150)),
+        width=_line(picture),
         font=_font(),
         font_size=max(9, side // 28),
         fill_labels=True,
         label_colors="white",
     )
     return found
+
+
+def framed(picture: Tensor, boxes: Tensor) -> Tensor:
+    """With white frames; dark ones around them show where the picture is white."""
+    if len(boxes) == 0:
+        return picture
+    width = _line(picture)
+    boxes = boxes.round() + width * boxes.new_tensor([-1, -1, 1, 1])  # seen beside what is found
+    for colour, lines in (("black", width + 2), ("white", width)):
+        picture = draw_bounding_boxes(picture, boxes, colors=colour, width=lines)
+    return picture
+
+
+def _line(picture: Tensor) -> int:
+    """How wide the lines of frames are, in pixels."""
+    return max(1, round(min(picture.shape[1:]) / 150))
 
 
 @cache

@@ -221,7 +221,9 @@ class _Job:
         self, detector: nn.Module, folder: Path, records: list[Record], results: list[Verdict]
     ) -> None:
         evaluation = self.evaluation
-        pictures = picture_detections(detector, self.test, evaluation.device, evaluation.bf16)
+        pictures = picture_detections(
+            detector, self.test, evaluation.device, evaluation.bf16, truth=True
+        )
         firsts = _first_of_each_kind(results)
         judged = {f"{kind}es" if kind == "box" else f"{kind}s": r for kind, r in firsts.items()}
         card = self.card(records[0].seed)

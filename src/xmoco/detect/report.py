@@ -5,11 +5,11 @@ from html import escape
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from xmoco.data.subset import some_positions, taken
 from xmoco.detect.detector_files import FILE, DetectorCard
-from xmoco.detect.drawing import drawn, enlarged
+from xmoco.detect.drawing import drawn, enlarged, framed
 from xmoco.detect.metrics import TITLES, Judged
 from xmoco.detect.objects import DetectionSet
 from xmoco.detect.prediction import MASK_THRESHOLD, looked_at
@@ -46,8 +46,8 @@ def write_detection_report(
         curves(panels),
         sheet(
             "Detections",
-            f"What the detector finds in validation images with a score of at least {SURE:g}; "
-            "where nothing is drawn, it is less sure of all it sees.",
+            "White frames: objects as annotated. Coloured: what the detector finds with a score of "
+            f"at least {SURE:g}; where there are none, it is less sure of all it sees.",
             pictures,
         ),
         _how_to_load(run),
@@ -127,7 +127,7 @@ def _precision(judged: Mapping[str, Judged]) -> list[Panel]:
     return [
         Panel(
             f"Precision of {what}",
-            "mean over categories, %",
+            "precision, %",
             {
                 f"IoU {iou:g}": Series(
                     [100 * r for r in result.recall], [100 * p for p in result.precision[iou]]
@@ -147,9 +147,12 @@ def picture_detections(
     device: torch.device,
     bf16: bool = False,
     columns: int = 2,
+    truth: bool = False,
 ) -> bytes:
-    """A sheet of some validation images, always the same, with what is found in them."""
-    some = taken(data.images, some_positions(len(data), SHOWN))
+    """A sheet of some validation images, always the same, with what is found in them; below it,
+    in white, what is there in ``truth``."""
+    positions = some_positions(len(data), SHOWN)
+    some = taken(data.images, positions)
     found = []
     for sight in looked_at(detector, some, device, bf16=bf16):
         output = {name: values.cpu() for name, values in sight.output.items()}
@@ -161,6 +164,8 @@ def picture_detections(
             factor = picture.shape[1] // masks.shape[2]
             masks = masks[:, 0] > MASK_THRESHOLD
             masks = masks.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
+        if truth:
+            picture = framed(picture, _annotated(data, int(positions[sight.place]), picture))
         found.append(
             drawn(
                 picture,
@@ -172,6 +177,13 @@ def picture_detections(
             )
         )
     return pictures_sheet(found, columns)
+
+
+def _annotated(data: DetectionSet, image: int, picture: Tensor) -> Tensor:
+    """The boxes of an image's objects, in pixels of the picture that shows it."""
+    boxes = torch.from_numpy(data.objects.boxes[data.objects.images == image])
+    high, wide = (int(side) for side in data.sizes[image])
+    return boxes * torch.tensor([picture.shape[2] / wide, picture.shape[1] / high]).repeat(2)
 
 
 def _how_to_load(run: Path) -> str:
