@@ -184,8 +184,12 @@ def test_what_is_drawn() -> None:
     changed = (found != grey).any(0)
     assert changed[20, 30:70].all(), "the frame"
     assert changed[30:50, 40:60].all(), "the mask"
-    assert not changed[:18].any()
+    assert changed[10:18, 32:60].any(), "the name, above"
+    assert not changed[:6].any()
     assert not changed[:, 75:].any()
+    assert not changed[22:28, 34:66].any(), "nothing covers the object"
+    twice = drawn(grey, box.repeat(2, 1), label.repeat(2), torch.tensor([0.8, 0.7]), ("cat",))
+    assert (twice != grey).any(0)[62:70, 32:60].any(), "a second name stands elsewhere"
     nothing = drawn(grey, box[:0], label[:0], score[:0], ("cat",))
     assert torch.equal(nothing, grey)
     large, boxes = enlarged(grey, box, 200)

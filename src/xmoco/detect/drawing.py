@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from functools import cache
 
+import numpy as np
+import torch
 from matplotlib.font_manager import FontProperties, findfont
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torchvision.utils import draw_bounding_boxes, draw_segmentation_masks
 
@@ -34,18 +37,36 @@ def drawn(
         f"{categories[label - 1]} {score:.2f}"
         for label, score in zip(labels.tolist(), scores.tolist(), strict=True)
     ]
-    found: Tensor = draw_bounding_boxes(
-        picture,
-        boxes.round(),
-        labels=names,
-        colors=list(colours),
-        width=_line(picture),
-        font=_font(),
-        font_size=max(9, side // 28),
-        fill_labels=True,
-        label_colors="white",
-    )
-    return found
+    found = draw_bounding_boxes(picture, boxes.round(), colors=list(colours), width=_line(picture))
+    return _labelled(found, boxes.round(), names, colours, max(9, side // 28))
+
+
+def _labelled(
+    picture: Tensor, boxes: Tensor, names: Sequence[str], colours: Sequence[str], size: int
+) -> Tensor:
+    """With a name at each frame: above it or else where it covers no other name; the last first,
+    as it is the best."""
+    image = Image.fromarray(picture.permute(1, 2, 0).cpu().numpy())
+    pen, font = ImageDraw.Draw(image), ImageFont.truetype(_font(), size)
+    taken: list[tuple[int, int, int, int]] = []
+    for box, name, colour in reversed(list(zip(boxes.tolist(), names, colours, strict=True))):
+        left, top, _, bottom = map(int, box)
+        wide, high = round(pen.textlength(name, font)) + 4, size + 4
+        left = max(0, min(left, image.width - wide))
+        heights = [top - high, bottom, top, bottom - high]
+        places = [(left, y, left + wide, y + high) for y in heights]
+        inside = [place for place in places if place[1] >= 0 and place[3] <= image.height]
+        free = [place for place in inside if not any(_meet(place, other) for other in taken)]
+        place = next(iter(free or inside or places[2:]))
+        taken.append(place)
+        pen.rectangle(place, fill=colour)
+        pen.text((place[0] + 2, place[1] + high // 2), name, "white", font, anchor="lm")
+    return torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1)
+
+
+def _meet(one: tuple[int, int, int, int], other: tuple[int, int, int, int]) -> bool:
+    across, down = (one[k] < other[k + 2] and other[k] < one[k + 2] for k in (0, 1))
+    return across and down
 
 
 def framed(picture: Tensor, boxes: Tensor) -> Tensor:
