@@ -14,10 +14,11 @@ they are judged every 20 epochs as well, by kNN, which goes into the records of 
 the run told last, its loss among it: it shows whether longer training helps, and what becomes of it
 if it does not. ``--sizes`` judges new runs by images of further sizes.
 
-What has its records is not measured again, so that a call that was interrupted goes on; runs stay
-in ``--runs``, by whose weights more can be measured later. Several calls may work on the same
-entries. ``--at-once 2`` trains two runs side by side; their records say so, as their seconds are no
-measure of speed.
+What has its records is not measured again, so that a call that was interrupted goes on. Runs stay
+in ``--runs``, by whose weights ``--linear`` can be measured later; those of which only records are
+left are not trained again for it. Several calls may work on the same entries: each leaves alone
+what another one trains, and says so. ``--at-once 2`` trains two runs side by side; their records
+say so, as their seconds are no measure of speed.
 """
 
 import argparse
@@ -43,7 +44,7 @@ from xmoco.config import Config
 from xmoco.errors import Interrupted, UserError
 from xmoco.files import write_whole
 from xmoco.methods import Method, build_method
-from xmoco.records import Record
+from xmoco.records import Record, append_records
 from xmoco.settings import load_config
 from xmoco.tables.attempts import Books, Wanted, attempt
 from xmoco.tables.bench import (
@@ -62,6 +63,8 @@ from xmoco.train.run_folder import RunFolder
 
 CURVE = "curve.json"
 """In the folder of a run that was watched."""
+TOGETHER = "runs_at_once"
+"""In a run's folder, how many shared the GPU while it was trained, at the most."""
 
 
 @dataclass(frozen=True)
@@ -152,30 +155,34 @@ def run(options: argparse.Namespace, entries: Sequence[Entry], file: str) -> Non
     except UserError as error:
         sys.exit(str(error))
     books = Books(options.results / file, options.runs, images)
-    missing = [wanted for wanted in all_wanted if wanted.lacks_any(books.known())]
-    failed = 0
+    missing = []
+    for wanted in all_wanted:
+        if wanted.lacks_any(known := books.known()):
+            if wanted.trial.own(known) and not books.weights_kept(wanted.trial):
+                print(
+                    f"{wanted.label} has records, but no weights in {options.runs}: left as it is"
+                )
+            else:
+                missing.append(wanted)
     if missing and options.at_once > 1:
         with multi_process_service(options.mps):
-            failed = in_processes(work, [(options, missing, books)] * options.at_once)
+            in_processes(attempt_all, [(options, missing, books)] * options.at_once)
     elif missing:
-        failed = attempt_all(options, missing, books)
-    show(all_wanted, books.known(), options)
-    if failed:
-        sys.exit("not everything could be trained and judged, see above.")
+        attempt_all(options, missing, books)
+    known = books.known()
+    show(all_wanted, known, options)
+    if left := [wanted.label for wanted in missing if wanted.lacks_any(known)]:
+        sys.exit(f"not measured, as told above, or as another call does: {'; '.join(left)}.")
 
 
 def share(options: argparse.Namespace) -> float | None:
     return options.share if options.held_out else None
 
 
-def work(options: argparse.Namespace, missing: Sequence[Wanted], books: Books) -> None:
-    """In one of several processes."""
-    sys.exit(attempt_all(options, missing, books))
-
-
-def attempt_all(options: argparse.Namespace, missing: Sequence[Wanted], books: Books) -> int:
-    """Tells how many failed: the others may be right."""
+def attempt_all(options: argparse.Namespace, missing: Sequence[Wanted], books: Books) -> None:
+    """Whatever fails: the others may be right."""
     failed: dict[str, str] = {}
+    append_records(books.records, ())  # who cannot write there learns it before the training
     bench = None
     for wanted in missing:
         if not wanted.lacks_any(books.known()):
@@ -184,8 +191,9 @@ def attempt_all(options: argparse.Namespace, missing: Sequence[Wanted], books: B
             config = wanted.trial.config
             fabric, images = build_fabric(config.run), Images.open(config.data, share(options))
             bench = Bench(fabric, images.decoded(fabric.device, config.data.preload_gib))
-        watch = partial(Curve, bench, wanted.trial.config, options.watch)
-        mark = partial(add_to, options, wanted.trial.config)
+        together = options.at_once + options.beside
+        watch = partial(Curve, bench, wanted.trial.config, options.watch, together)
+        mark = partial(add_to, wanted.trial.config)
         try:
             line = attempt(wanted, books, bench, failed, watch=watch, mark=mark)
         except Interrupted as stop:
@@ -193,40 +201,42 @@ def attempt_all(options: argparse.Namespace, missing: Sequence[Wanted], books: B
             sys.exit(stop.status)
         if line is not None:
             print(line, flush=True, file=sys.stderr if wanted.label in failed else sys.stdout)
-    return len(failed)
 
 
-def add_to(
-    options: argparse.Namespace, config: Config, run: RunFolder, found: Sequence[Record]
-) -> None:
-    """What records tell besides."""
-    found[-1].protocol["settings"] = config.model_dump(
-        mode="json", exclude={"run", "data", "monitor"}
-    )
-    together = options.at_once + options.beside
-    watched = json.loads((run.path / CURVE).read_bytes()) if (run.path / CURVE).exists() else None
+def add_to(config: Config, run: RunFolder, found: Sequence[Record]) -> None:
+    """What records tell besides, of the training: today's call may only have measured."""
+    settings = config.model_dump(mode="json", exclude={"run", "data", "monitor"})
+    together, watched = told_in(run.path / TOGETHER), told_in(run.path / CURVE)
     for record in found:
-        if together > 1:
+        if together is not None and together > 1:
             record.protocol["runs_at_once"] = together
-        if watched:  # the seconds of training have that in them
-            record.protocol["watched_every"], curve = watched
-            if record is found[0]:
-                record.protocol["curve"] = curve
+        if watched is not None:  # the seconds of training have that in them
+            record.protocol["watched_every"] = watched[0]
+    if found:
+        found[-1].protocol["settings"] = settings
+        if watched is not None:
+            found[0].protocol["curve"] = watched[1]
+
+
+def told_in(file: Path) -> Any:
+    return json.loads(file.read_bytes()) if file.exists() else None
 
 
 class Curve(Callback):
     """What a run is worth as it goes: kNN (k 20) every so many epochs, and what the run told last,
     its loss among it. Points are kept in the run's folder, for when it goes on."""
 
-    def __init__(self, bench: Bench, config: Config, every: int | None, training: Training) -> None:
+    def __init__(
+        self, bench: Bench, config: Config, every: int | None, together: int, training: Training
+    ) -> None:
         assert isinstance(training.task, Method)
         self.bench, self.config, self.every = bench, config, every
         self.backbone = training.task.encoder.backbone
         self.file = training.run.path / CURVE
-        self.points: list[dict[str, float]] = []
-        if self.file.exists():
-            _, self.points = json.loads(self.file.read_bytes())
+        _, self.points = told_in(self.file) or (every, [])
         self.told: dict[str, float] = {}
+        shared = training.run.path / TOGETHER
+        write_whole(shared, json.dumps(max(together, told_in(shared) or 1)).encode())
 
     def on_values(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
         self.told = {**values, "told_at_step": step, "told_at_epoch": epoch}

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from lightly.models.modules.memory_bank import MemoryBankModule
 from torch import Tensor, nn
 
 import compare
@@ -50,6 +51,10 @@ class LightlyMoCo(Method):
         bank = settings.bank_length, config.model.feature_size
         backbone = checked_backbone(config.model, config.input)
         self.encoder = MoCo(backbone, add, settings.temperature, bank)
+        for module in self.encoder.modules():
+            if isinstance(module, MemoryBankModule):  # whose keys lightly keeps out of its state
+                module.register_buffer("bank", module.bank)
+                module.register_buffer("bank_ptr", module.bank_ptr)
 
     def networks(self) -> list[nn.Module]:
         return []  # nothing of it is made faster

@@ -496,6 +496,30 @@ def test_tables_with_trials_and_others_have_each_their_own_runs(pages: Any, plac
     assert "| MoCo v2+ | 67.0 % |" in second
 
 
+def test_trials_of_a_shortened_table_and_rows_on_held_out_images(pages: Any, place: Any) -> None:
+    """Trials take no more epochs than the table; another table's rows may be as long as they."""
+
+    def measured(one: Any, value: float) -> Record:
+        facts = {**one.trial.facts, **one.trial.told, "data": "archive pets.tar (train)", "k": 20}
+        facts |= {"size": 160, "train_images": 90, "judged_images": 10}
+        subject, work, seed = one.trial.subject, one.trial.work, one.trial.seed
+        return Record("knn_top1", value, "%", subject, work, facts, seed)
+
+    tried, asked = trials_asked(read_table("main"), Asked(data="pets", epochs=20, rows=("XMoCo",)))
+    rows = Asked(data="pets", epochs=40, held_out=0.2, rows=("0.5", "0.6"))
+    runs = [*plan(tried, asked), *plan(read_table("xi"), rows)]
+    records = [measured(one, value) for value, one in enumerate(runs, 60)]
+    append_records(place.results / "tables.jsonl", records)
+    text = pages.comparisons.paper_tables(place)
+    headings = [line for line in text.splitlines() if line.startswith("###")]
+    assert headings == [
+        "### Comparison of methods: learning rates",
+        "### ξ, the share of a soft label given to the positive",
+    ]
+    assert "Trained on pets for 20 epochs, evaluated on a held-out 20 %" in text
+    assert "With earlier settings" not in text
+
+
 def test_what_diverged_is_told_below_a_comparison(pages: Any, place: Any) -> None:
     facts = {"split": "test", "changes": "", "recipe_digest": "ab"}
     judged = facts | {"size": 64, "k": 20, "train_seconds": 60.0}

@@ -33,7 +33,7 @@ from helpers import (
     write_recipe,
 )
 from xmoco import pretraining
-from xmoco.checkpoints import Checkpoints
+from xmoco.checkpoints import BackgroundSaver, Checkpoints
 from xmoco.data import open_images
 from xmoco.errors import TRY_AGAIN, Interrupted
 from xmoco.nn.weights import load_weights
@@ -222,6 +222,27 @@ def test_a_machine_is_taken_away(recipe: Path, whole: Path, tmp_path: Path) -> N
     for (step, number), outcome in zip(signals.items(), outcomes, strict=False):
         assert f"stopped by {number.name} after step {step} of 12; everything is" in outcome.stderr
     assert steps == list(range(1, 13))
+    assert_same_end(run, whole)
+
+
+@pytest.mark.parametrize("late", [(RunLogger, "on_epoch"), (BackgroundSaver, "finish")])
+def test_who_asks_at_the_very_end_is_heard(
+    recipe: Path, whole: Path, tmp_path: Path, late: tuple[type, str]
+) -> None:
+    """While the last epoch is judged, or saved: a program with several runs begins no other."""
+    run, real = tmp_path / "run", getattr(*late)
+
+    def asking(self: Any, *when: int) -> None:
+        real(self, *when)
+        if when[1:] == (12,) or [*run.glob("checkpoints/*12.ckpt")]:  # the last step
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(*late, asking)
+        outcome = run_cli("pretrain", "--recipe", recipe, "--out", run)
+    assert outcome.status == TRY_AGAIN
+    assert "stopped by SIGTERM after step 12 of 12; everything is saved" in outcome.stderr
+    assert_done(run_cli("pretrain", "--resume", "--out", run))
     assert_same_end(run, whole)
 
 

@@ -87,6 +87,7 @@ def test_a_step_is_that_of_lightly(program: ModuleType, add: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         loss = method(views, {}).loss
     assert loss.dtype == torch.float32
+    assert {f"encoder.criterion_{side}.memory_bank.bank" for side in "st"} <= {*method.state_dict()}
     assert_close(loss, whole / 2)
     slow = method.encoder.backbone_momentum.conv1.weight
     fast = method.encoder.backbone.conv1.weight

@@ -27,7 +27,7 @@ from xmoco.report.circumstances import (
 )
 from xmoco.tables.bench import DIVERGED, HELD_OUT, divergences
 from xmoco.tables.definition import Table, read_table, table_names
-from xmoco.tables.drawing import Filled, Group, fill_all, markdown, notes
+from xmoco.tables.drawing import Filled, fill_all, markdown, notes
 from xmoco.tables.tuning import trial_table
 
 COMPARED_SAY = (
@@ -86,18 +86,19 @@ PAPER_TABLES_SAY = (
 def paper_tables(place: Place) -> str:
     """What ``xmoco tables run`` measured, beside the paper's figures."""
     parts: list[str] = []
-    tables = [*map(read_table, table_names())]
-    trials = {_trials_group(table) for table in tables if table.tuning is not None}
     for file in place.files("tables*.jsonl"):
-        records, shown = read_records(file, AnyRecord), set()
+        records = read_records(file, AnyRecord)
+        tables = [*map(read_table, table_names())]
+        tried = {table.title: trials_of(table, records) for table in tables}
+        as_trials = {id(r) for found in tried.values() for one in found for r in one.records}
+        shown: set[int] = set()
         for table in tables:
-            found = [one for one in fill_all(table, records) if _kind(one.group) not in trials]
-            if table.tuning is not None:  # what was tried for it comes first
-                tried = fill_all(trial_table(table, table.epochs), records)
-                found[:0] = [one for one in tried if _kind(one.group) == _trials_group(table)]
-            for filled in found:
-                shown |= {id(record) for record in filled.records}
-                if sum(bool(line.cells) for line in filled.lines) > 1:
+            for filled in (*tried[table.title], *fill_all(table, records)):
+                found = {id(record) for record in filled.records}
+                # On held-out images, rows may be nothing but trials of this or another table.
+                again = filled not in tried[table.title] and found <= as_trials
+                if sum(bool(line.cells) for line in filled.lines) > 1 and not again:
+                    shown |= found
                     parts += paper_table(place, file, filled)
         former = [r for r in records if id(r) not in shown and r.measure.endswith("_top1")]
         for alike in grouped(former, lambda r: (r.work, r.protocol["split"], r.protocol["size"])):
@@ -107,16 +108,18 @@ def paper_tables(place: Place) -> str:
     return "\n\n".join([heading, PAPER_TABLES_SAY, *parts] if parts else [])
 
 
-def _trials_group(table: Table) -> tuple[int, str, float | None]:
-    """How the trials of a table's learning rates are trained and judged."""
-    assert table.tuning is not None
-    epochs = trial_table(table, table.epochs).epochs
-    return epochs, HELD_OUT, table.tuning.share
-
-
-def _kind(group: Group) -> tuple[int, str, float | None]:
-    """The same of any, whatever the images."""
-    return group.epochs, group.split, group.held_out_share
+def trials_of(table: Table, records: Sequence[AnyRecord]) -> list[Filled]:
+    """The learning rates that were tried for a table, if any but the rows' own were."""
+    tuning = table.tuning
+    if tuning is None:
+        return []
+    return [
+        one
+        for one in fill_all(trial_table(table, table.epochs), records)
+        if (one.group.split, one.group.held_out_share) == (HELD_OUT, tuning.share)
+        and one.group.epochs <= tuning.epochs
+        and any(line.cells for line in one.lines if not line.row.name.endswith(" × 1"))
+    ]
 
 
 def paper_table(place: Place, file: Path, filled: Filled) -> list[str]:

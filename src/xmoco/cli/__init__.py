@@ -323,7 +323,11 @@ def detect(
 @app.command()
 def demo(
     out: Annotated[
-        Path | None, typer.Option(help="A new folder for the two runs. Default: `runs/demo`.")
+        Path | None,
+        typer.Option(
+            help="Folder for the two runs: a new one, or that of an interrupted demo, which is "
+            "continued. Default: `runs/demo`."
+        ),
     ] = None,
 ) -> None:
     """Compare XMoCo and MoCo v2+ on synthetic images; takes a few minutes on a CPU."""

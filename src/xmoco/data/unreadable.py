@@ -52,12 +52,15 @@ class Unreadable:
         examples = ", ".join(f"{where} ({why})" for where, why in islice(self, MOST_NAMED))
         more = f" and {len(self) - MOST_NAMED} more" if len(self) > MOST_NAMED else ""
         least = "at least " if len(self) < self.images else ""  # others were not tried yet
-        few = self.limit > self.images // 100
-        limit = f"the {self.limit} that may be" if few else "1 %"
         return (
             f"{least}{len(self)} of {counted(self.images)} cannot be read, which is more than "
-            f"{limit}: {examples}{more}."
+            f"{self.limit_told}: {examples}{more}."
         )
+
+    @property
+    def limit_told(self) -> str:
+        few = self.limit > self.images // 100
+        return f"the {self.limit} that may be" if few else "1 %"
 
     def _all_of_them(self) -> str:
         where, why = next(iter(self))

@@ -29,10 +29,20 @@ def circumstances(records: Sequence[Record], *facts: Fact) -> str:
         lambda r: f"torch {r.versions['torch']}" if "torch" in r.versions else None,
         lambda r: f"commit {r.commit}" if r.commit else None,
         lambda r: r.time[:10],
+        _trained_before,
     )
     before, after = ([differing(records, fact) for fact in some] for some in (facts, general))
     told = [seeds(records), *before, machines(records), *after]
     return sentence("; ".join(filter(None, told)))
+
+
+def _trained_before(record: Record) -> str | None:
+    """Of weights that were kept: by which code and where they were trained."""
+    by = record.protocol.get("trained_by") if isinstance(record.protocol, dict) else None
+    if by is None:
+        return None
+    where = ", ".join([*by["machine"].get("gpus", []), by["machine"]["processor"]])
+    return f"trained before, by commit {by['commit'] or 'unknown'} on {where}"
 
 
 def differing(records: Sequence[Record], fact: Fact) -> str:

@@ -23,7 +23,7 @@ from xmoco.errors import Interrupted, UserError
 from xmoco.methods import Method, build_method
 from xmoco.records import Record, append_records
 from xmoco.settings import config_yaml
-from xmoco.tables.bench import Bench, Kept, Trial, known_records, lasting, numerics
+from xmoco.tables.bench import TRAINED, Bench, Kept, Trial, known_records, lasting, numerics
 from xmoco.tables.columns import Column
 from xmoco.train.loop import Callback, DivergedError, Training
 from xmoco.train.run_folder import RunFolder
@@ -62,6 +62,10 @@ class Books:
             if all(record.protocol.get(key, own) == own for key, own in self.images.items())
         ]
 
+    def weights_kept(self, trial: Trial) -> bool:
+        """Whether more can be measured of it without training."""
+        return (self.runs / run_name(trial, self.images) / TRAINED).exists()
+
     @contextmanager
     def claimed(self, trial: Trial) -> Iterator[RunFolder | None]:
         """The trial's run folder, in which nobody else trains meanwhile; none if somebody does."""
@@ -90,7 +94,7 @@ def run_name(trial: Trial, images: Mapping[str, str]) -> str:
     own = [lasting(config), numerics(config), trial.work, dict(trial.facts)]
     told = json.dumps([*own, images.get("train_fingerprint")], sort_keys=True)
     digest = hashlib.blake2b(told.encode(), digest_size=5).hexdigest()
-    words = f"{trial.subject}-{config.model.backbone}-{digest}-seed{trial.seed}"
+    words = f"{trial.subject[:80]}-{config.model.backbone}-{digest}-seed{trial.seed}"
     return re.sub(r"[^\w.+-]+", "_", words)
 
 
@@ -104,27 +108,28 @@ def attempt(
     mark: Callable[[RunFolder, Sequence[Record]], None] = lambda *_: None,
     command: str = "",
 ) -> str | None:
-    """Measure what a trial lacks, unless another process does, and record it. What fails is noted
-    in ``failed``, by label, so that the rest can go on. Gives what became of it, in a line.
+    """Measure what a trial lacks, and only that, unless another process does; and record it. What
+    fails is noted in ``failed``, by label, so that the rest can go on. Gives what became of it, in
+    a line.
 
     ``mark`` may add to what the records tell; ``command`` is what a person goes on with.
     """
     with books.claimed(wanted.trial) as run:
         if run is None:
             return None
-        if not wanted.lacks_any(books.known()):
+        lacking = wanted.trial.lacks(wanted.columns, books.known())
+        if not lacking:
             return None  # another process was faster
         try:
             found: Sequence[Record] = bench.attempt(
                 wanted.trial,
-                wanted.columns,
+                lacking,
                 run,
                 sizes=wanted.sizes,
                 watch=watch,
                 build=wanted.build,
                 command=command,
             )
-            mark(run, found)
             line = f"{wanted.label}: {_values(wanted, found)}"
         except DivergedError as error:
             found = [wanted.trial.divergence(error.step, bench.images.fingerprints)]
@@ -134,6 +139,7 @@ def attempt(
         except Exception as error:
             failed[wanted.label] = _reason(error, run)
             return f"{wanted.label} failed: {failed[wanted.label]}"
+        mark(run, found)
         append_records(books.records, found)
         for left in (run.checkpoints.folder, *run.path.glob("linear-*")):
             shutil.rmtree(left, ignore_errors=True)

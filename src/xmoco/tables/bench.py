@@ -229,18 +229,16 @@ class Bench:
         Sizes are the recipe's for evaluation if not given. ``build`` makes the method that the
         configuration names, or one of another library; ``command`` is what a person goes on with.
         """
-        file = run.path / TRAINED
-        if file.exists() and run.weights.exists():
-            backbone = load_weights(run.weights).backbone.to(self.device)
-            told: dict[str, Any] = json.loads(file.read_bytes())
-        else:
-            backbone, told = self._trained(trial, run, watch, build, command)
-            save_backbone(
-                backbone, BackboneCard.of_run(trial.config, trial.config.train.epochs), run.weights
-            )
-            told["by"] = circumstances()
-            write_whole(file, json.dumps(told).encode())
         config = trial.config
+        kept = self._kept(run)
+        if kept is None:
+            backbone, told = self._trained(trial, run, watch, build, command)
+            told["by"] = circumstances()
+            card = BackboneCard.of_run(config, config.train.epochs)
+            save_backbone(backbone, card, run.weights)
+            write_whole(run.path / TRAINED, json.dumps(told).encode())
+        else:
+            backbone, told = kept
         # Records tell who measures. Weights may have been kept since another day.
         before = {} if told["by"] == circumstances() else {"trained_by": told["by"]}
         common = {
@@ -274,6 +272,14 @@ class Bench:
         ]
         return found
 
+    def _kept(self, run: RunFolder) -> tuple[nn.Module, dict[str, Any]] | None:
+        """What was trained here before, if it is whole."""
+        try:
+            told: dict[str, Any] = json.loads((run.path / TRAINED).read_bytes())
+            return load_weights(run.weights).backbone.to(self.device), told
+        except (OSError, ValueError, UserError):
+            return None
+
     def _trained(
         self,
         trial: Trial,
@@ -297,9 +303,9 @@ class Bench:
         if not training.restore():  # whatever checkpoints there were
             assert isinstance(training.task, Method)
             start_from_weights(training.task, config)
-        seconds, peak = training.seconds, None
-        if not training.finished:  # by the last checkpoint of one that was killed
-            seconds, peak = self._train(training, watch)
+        seconds, memory = training.seconds, run.path / "gpu_memory"
+        if not training.finished:  # by the last checkpoint of one that was stopped
+            seconds = self._train(training, watch, memory, held)
         method = training.task
         assert isinstance(method, Method)
         told: dict[str, Any] = {
@@ -309,8 +315,8 @@ class Bench:
             "bank_memory": bank_bytes(method) / 2**20,
             "backbone_parameters": parameters(method.encoder.backbone) / 1e6,
         }
-        if peak is not None:
-            told["gpu_memory"] = (peak - held) / 2**30
+        if memory.exists():  # unless killed between the last step and this
+            told["gpu_memory"] = int(memory.read_bytes()) / 2**30
         return method.encoder.backbone, told
 
     def knn(self, backbone: nn.Module, input: InputConfig, k: int) -> float:
@@ -338,20 +344,25 @@ class Bench:
         return torch.cuda.memory_reserved(self.device)
 
     def _train(
-        self, training: Training, watch: Callable[[Training], Callback]
-    ) -> tuple[float, int]:
-        """Seconds of training over all sessions, and bytes held on the GPU at the most: streams
-        hold memory of their own, so that held is more than in use at a time."""
+        self, training: Training, watch: Callable[[Training], Callback], memory: Path, held: int
+    ) -> float:
+        """Seconds of training over all sessions. Into the file goes how many bytes it held on the
+        GPU at the most, beside those ``held`` before: streams hold memory of their own, so that
+        this is more than is in use at a time."""
         on_gpu = self.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         before, started = training.seconds, time.perf_counter()
-        with watch(training) as callback:
-            training.train(callback)
-        if on_gpu:
-            torch.cuda.synchronize(self.device)
-        seconds = before + time.perf_counter() - started
-        return seconds, torch.cuda.max_memory_reserved(self.device) if on_gpu else 0
+        try:
+            with watch(training) as callback:
+                training.train(callback)
+            if on_gpu:
+                torch.cuda.synchronize(self.device)
+            return before + time.perf_counter() - started
+        finally:  # also if it is stopped, be it after the last step
+            if on_gpu:
+                peak = torch.cuda.max_memory_reserved(self.device)
+                write_whole(memory, str(peak - held).encode())
 
     @staticmethod
     def _record(
@@ -436,7 +447,7 @@ class Bench:
                 backbone,
                 self.images.train,
                 protocol,
-                folder / f"linear-{input.central_size}",
+                folder / f"linear-{input.size}",  # the same, whatever it is judged at
                 {"name": protocol.name},
                 input=input,
                 fabric=self.fabric,

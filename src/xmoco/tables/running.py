@@ -146,7 +146,7 @@ def _drawn(
     every = plan(job.table, job.asked)
     planned, chosen = _planned(job)
     missing = [] if dry_run else _missing(job, planned, device)
-    labels = {one.label for one in planned}
+    labels = {one.label for one in missing}  # another process may have had more memory
     failed = {label: why for label, why in failed.items() if label in labels}
     for one in missing:
         if one.label not in failed and not _in_work(job, one):

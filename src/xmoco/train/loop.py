@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -247,10 +247,17 @@ class Training:
                         self.begin_saving()
                     saves.restart()
                 if stopped_by:
-                    self.saver.finish()
-                    where = f"after step {self.step} of {self.total_steps}"
-                    raise Interrupted(stopped_by, where, self.resume_command)
+                    self._stop(stopped_by)
             self.saver.finish()
+            # Whoever asked while the last epoch was judged, or saved, is heard as well.
+            stopped_by, _ = self._asked_for(stop, saves, epoch_over=True)
+            if stopped_by:
+                self._stop(stopped_by)
+
+    def _stop(self, signal_number: int) -> NoReturn:
+        self.saver.finish()
+        where = f"after step {self.step} of {self.total_steps}"
+        raise Interrupted(signal_number, where, self.resume_command)
 
     def _asked_for(
         self, stop: StopRequest, saves: "_SaveClock", epoch_over: bool
@@ -380,11 +387,11 @@ class Training:
         self.name_unreadable()
         if self.fabric.world_size > 1:
             found = self.fabric.broadcast(len(self.run.unreadable()))
-            images, limit = self.batches.unreadable.images, self.batches.unreadable.limit
-            if found > limit:
+            allowed = self.batches.unreadable
+            if found > allowed.limit:
                 raise UserError(
-                    f"{found} of {images} images cannot be read, which is more than 1 %; "
-                    f"they are named in {self.run.path / 'unreadable.txt'}."
+                    f"{found} of {allowed.images} images cannot be read, which is more than "
+                    f"{allowed.limit_told}; they are named in {self.run.path / 'unreadable.txt'}."
                 )
 
     def name_unreadable(self) -> None:
