@@ -581,7 +581,7 @@ def test_every_set_has_both_splits_in_torchvision() -> None:
 
 def test_missing_torchvision_sets_ask_for_a_download(tmp_path: Path) -> None:
     for name in SPLIT_ARGUMENTS:
-        remedy = "can no longer be downloaded" if name == "StanfordCars" else r"data\.download=true"
+        remedy = "can no longer be downloaded" if name == "StanfordCars" else r"download=true"
         with pytest.raises(UserError, match=rf"{remedy}.*\.$"):
             opened(f"torchvision:{name}", root=str(tmp_path))
     assert not any(tmp_path.iterdir())  # looking leaves nothing behind
