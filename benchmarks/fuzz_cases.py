@@ -45,8 +45,9 @@ from xmoco.evaluate.cache import cached_features
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, load_weights, save_backbone
 from xmoco.records import ClassifierProtocol, KnnProtocol, Measured, Record, read_records
-from xmoco.report.curves import panels, read_history
+from xmoco.report.history import read_history
 from xmoco.report.page import write_report
+from xmoco.report.panels import panels
 from xmoco.report.tables import draw_transfer
 from xmoco.settings import all_fields, load_config, recipe_names
 

@@ -50,7 +50,9 @@ from xmoco.data.sources import open_images
 from xmoco.demo import NAMES
 from xmoco.evaluate.features import backbone_features
 from xmoco.evaluate.knn import nearest_neighbours
-from xmoco.report.curves import LIGHT, Panel, claims_png, draw_panel, read_history
+from xmoco.report.curves import LIGHT, claims_png, draw_panel
+from xmoco.report.history import read_history
+from xmoco.report.panels import Panel
 from xmoco.report.sheets import WRONG
 from xmoco.train.run_folder import RunFolder
 

@@ -114,7 +114,9 @@ before = set(sys.modules)  # by the environment itself
 import in_lightly  # and with it all that compare.py imports
 import torch
 from matplotlib.font_manager import fontManager  # lists all fonts when first imported
-from xmoco.report.curves import Panel, Series, panel_svg
+from xmoco.report.curves import panel_svg
+from xmoco.report.history import Series
+from xmoco.report.panels import Panel
 from xmoco.report.sheets import views_sheet
 
 seen = set()

@@ -34,7 +34,7 @@ from xmoco.data import open_images
 from xmoco.evaluate.features import backbone_features
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import read_card
-from xmoco.report.curves import read_history
+from xmoco.report.history import read_history
 from xmoco.train.run_folder import RunFolder
 
 METRICS = {"feature_spread", "effective_rank", "positive_probability", "consistency_gap"}

@@ -30,7 +30,7 @@ from xmoco.records import (
     read_lines,
     read_records,
 )
-from xmoco.report.curves import read_history
+from xmoco.report.history import read_history
 from xmoco.train.run_folder import RunFolder
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"

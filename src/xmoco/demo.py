@@ -10,7 +10,8 @@ from rich.table import Table
 from xmoco.errors import Interrupted
 from xmoco.files import write_whole
 from xmoco.pretraining import RunResult, pretrain
-from xmoco.report.curves import claims_png, read_history
+from xmoco.report.curves import claims_png
+from xmoco.report.history import read_history
 from xmoco.train.run_folder import RunFolder
 
 NAMES = {

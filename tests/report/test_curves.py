@@ -16,20 +16,9 @@ from matplotlib.figure import Figure
 
 from xmoco.errors import UserError
 from xmoco.report import curves
-from xmoco.report.curves import (
-    DARK,
-    LIGHT,
-    Panel,
-    Series,
-    claim_panels,
-    claims_png,
-    draw_curves,
-    draw_panel,
-    panel_svg,
-    panels,
-    read_history,
-    to_png,
-)
+from xmoco.report.curves import DARK, LIGHT, claims_png, draw_curves, draw_panel, panel_svg, to_png
+from xmoco.report.history import Series, read_history
+from xmoco.report.panels import Panel, claim_panels, panels
 
 XMOCO = "method: {name: xmoco, bank_length: 1024}\n"
 

@@ -19,8 +19,9 @@ from safetensors.torch import save_file
 from xmoco.errors import UserError
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.weights import BackboneCard, save_backbone
-from xmoco.report.curves import CLAIMS, LOOKS, panels, read_history
+from xmoco.report.history import read_history
 from xmoco.report.page import write_report
+from xmoco.report.panels import CLAIMS, LOOKS, panels
 
 PNG = b"\x89PNG\r\n\x1a\nnot really"
 

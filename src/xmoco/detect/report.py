@@ -14,8 +14,9 @@ from xmoco.detect.metrics import TITLES, Judged
 from xmoco.detect.objects import DetectionSet
 from xmoco.detect.prediction import MASK_THRESHOLD, looked_at
 from xmoco.records import Record
-from xmoco.report.curves import Panel, Series
+from xmoco.report.history import Series
 from xmoco.report.page import curves, details, read_text, sheet, table, write_page
+from xmoco.report.panels import Panel
 from xmoco.report.sheets import pictures_sheet
 from xmoco.train.run_folder import RunFolder
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 from xmoco.files import write_whole
 from xmoco.methods import METHODS
-from xmoco.report.curves import History, Panel, panel_svg, panels, read_history
+from xmoco.report.curves import panel_svg
+from xmoco.report.history import History, read_history
+from xmoco.report.panels import Panel, panels
 
 TORCHVISION_BACKBONES = ("resnet18", "resnet34", "resnet50", "resnet101", "resnet152")
 
