@@ -233,14 +233,14 @@ class Bench:
         kept = self._kept(run)
         if kept is None:
             backbone, told = self._trained(trial, run, watch, build, command)
-            told["by"] = circumstances()
+            told["by"] = who_computes()
             card = BackboneCard.of_run(config, config.train.epochs)
             save_backbone(backbone, card, run.weights)
             write_whole(run.path / TRAINED, json.dumps(told).encode())
         else:
             backbone, told = kept
         # Records tell who measures. Weights may have been kept since another day.
-        before = {} if told["by"] == circumstances() else {"trained_by": told["by"]}
+        before = {} if told["by"] == who_computes() else {"trained_by": told["by"]}
         common = {
             **before,
             **trial.facts,
@@ -460,8 +460,8 @@ class Bench:
         return top_k(scores, labels, 1)
 
 
-def circumstances() -> dict[str, Any]:
-    """In which something is trained or measured."""
+def who_computes() -> dict[str, Any]:
+    """The code and the machine, by which something is trained or measured."""
     return plain({"commit": commit(), "versions": versions(), "machine": machine()})
 
 
