@@ -14,6 +14,7 @@ from pages.common import (
     common_overrides,
     name_of,
 )
+from xmoco.data.subset import HELD_OUT
 from xmoco.records import (
     read_records,
 )
@@ -25,7 +26,7 @@ from xmoco.report.circumstances import (
     section,
     sentence,
 )
-from xmoco.tables.bench import DIVERGED, HELD_OUT, divergences
+from xmoco.tables.bench import DIVERGED, divergences
 from xmoco.tables.definition import Table, read_table, table_names
 from xmoco.tables.drawing import Filled, fill_all, markdown, notes
 from xmoco.tables.tuning import trial_table

@@ -11,9 +11,10 @@ import yaml
 from matplotlib.figure import Figure
 
 from helpers import Outcome, assert_done, assert_refused, run_cli, two_splits, write_recipe
+from xmoco.data.subset import HELD_OUT
 from xmoco.records import Record
 from xmoco.tables import drawing, running, tuning
-from xmoco.tables.bench import DIVERGED, HELD_OUT, Bench, Kept, Trial
+from xmoco.tables.bench import DIVERGED, Bench, Kept, Trial
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.definition import Table, read_table
 from xmoco.tables.drawing import Group, fill, fill_all, notes

@@ -21,7 +21,7 @@ from xmoco.config import KINDS, Config, DataConfig, InputConfig
 from xmoco.data import ImageSet
 from xmoco.data.batches import preload
 from xmoco.data.fingerprint import fingerprint
-from xmoco.data.subset import held_out, held_out_positions
+from xmoco.data.subset import HELD_OUT, held_out, held_out_positions
 from xmoco.errors import UserError
 from xmoco.evaluate.classify import LINEAR, class_scores, train_classifier
 from xmoco.evaluate.evaluation import labelled_splits_of
@@ -55,7 +55,6 @@ STRENGTHS = (10.0, 1.0, 0.1, 0.01, 0.001)
 CHOOSING_SHARE = 0.2
 """Of the training images, by which a strength is chosen: never by the images that are judged."""
 KNN_TEMPERATURE = 0.1
-HELD_OUT = "validation, held out of the training images"
 DIVERGED = "diverged"
 """What a record measures that tells at which step a trial ended so."""
 

@@ -20,12 +20,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from xmoco.config import Config
+from xmoco.data.subset import HELD_OUT
 from xmoco.files import write_files
 from xmoco.methods import method_class
 from xmoco.planning import describe_views
 from xmoco.report.circumstances import circumstances, markdown_table, sentence
 from xmoco.report.curves import LIGHT, to_png
-from xmoco.tables.bench import HELD_OUT, Kept, Trial, divergences
+from xmoco.tables.bench import Kept, Trial, divergences
 from xmoco.tables.columns import Column
 from xmoco.tables.definition import PaperColumn, Row, Table
 from xmoco.tables.plan import Asked, trials_of_rows
