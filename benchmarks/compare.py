@@ -47,16 +47,9 @@ from xmoco.methods import Method, build_method
 from xmoco.records import Record, append_records
 from xmoco.settings import load_config
 from xmoco.tables.attempts import Books, Wanted, attempt
-from xmoco.tables.bench import (
-    DIVERGED,
-    Bench,
-    Images,
-    Kept,
-    Trial,
-    divergences,
-    split_facts,
-)
+from xmoco.tables.bench import Bench, Images
 from xmoco.tables.columns import COLUMNS
+from xmoco.tables.trials import DIVERGED, Kept, Trial, divergences, split_facts
 from xmoco.train.engine import build_fabric
 from xmoco.train.loop import Callback, Training
 from xmoco.train.run_folder import RunFolder

@@ -22,7 +22,8 @@ from xmoco.evaluate.classify import LINEAR
 from xmoco.evaluate.features import Features
 from xmoco.evaluate.logistic import fit
 from xmoco.settings import load_config
-from xmoco.tables.bench import DIVERGED, Bench, Images
+from xmoco.tables.bench import Bench, Images
+from xmoco.tables.trials import DIVERGED
 from xmoco.train.engine import build_fabric
 from xmoco.train.loop import DivergedError, Training
 

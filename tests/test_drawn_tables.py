@@ -18,9 +18,9 @@ from xmoco.evaluate.classify import FINETUNE, LINEAR
 from xmoco.evaluate.grid import GRIDS
 from xmoco.records import Measured, Record, append_records
 from xmoco.settings import load_config, recipe_names
-from xmoco.tables.bench import DIVERGED, PART
 from xmoco.tables.definition import read_table
 from xmoco.tables.plan import Asked, plan
+from xmoco.tables.trials import DIVERGED, PART
 from xmoco.tables.tuning import trials_asked
 
 NAMES = (

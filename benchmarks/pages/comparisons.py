@@ -26,9 +26,9 @@ from xmoco.report.circumstances import (
     section,
     sentence,
 )
-from xmoco.tables.bench import DIVERGED, divergences
 from xmoco.tables.definition import Table, read_table, table_names
 from xmoco.tables.drawing import Filled, fill_all, markdown, notes
+from xmoco.tables.trials import DIVERGED, divergences
 from xmoco.tables.tuning import trial_table
 
 COMPARED_SAY = (

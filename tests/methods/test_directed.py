@@ -10,13 +10,8 @@ from torch.testing import assert_close
 from toys import PLAIN, built, two_views, values
 
 from xmoco.config import Config
-from xmoco.config.methods import (
-    AlignUniformConfig,
-    CO2Config,
-    DirectedConfig,
-    ReSSLConfig,
-    SCEConfig,
-)
+from xmoco.config.methods import AlignUniformConfig, CO2Config, ReSSLConfig, SCEConfig
+from xmoco.config.shared import DirectedConfig
 from xmoco.losses.co2 import disagreement
 from xmoco.losses.contrast import contrast
 from xmoco.losses.ressl import relational_loss

@@ -11,7 +11,6 @@ from xmoco.config.methods import (
     BarlowTwinsConfig,
     BYOLConfig,
     CO2Config,
-    IdeasConfig,
     InstDiscConfig,
     JCLConfig,
     MethodConfig,
@@ -29,6 +28,7 @@ from xmoco.config.methods import (
     VICRegConfig,
     XMoCoConfig,
 )
+from xmoco.config.shared import IdeasConfig
 from xmoco.data import ArrayImages, Batch
 from xmoco.methods import Method, build_method
 from xmoco.methods.instdisc import InstDisc

@@ -14,10 +14,10 @@ from xmoco.config import KINDS, Config
 from xmoco.errors import UserError
 from xmoco.pretraining import identity_of, same_identity
 from xmoco.settings import config_from_settings, load_config
-from xmoco.tables.bench import lasting, unwatched
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.definition import Table, read_table, table_names
 from xmoco.tables.plan import Asked, own_settings, plan, trials_of_rows
+from xmoco.tables.trials import lasting, unwatched
 
 PAPER = Path(__file__).parents[3] / "shared" / "paper" / "xmoco.tex"
 

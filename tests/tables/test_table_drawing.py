@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from scipy.stats import kendalltau
 
 from xmoco.report.curves import to_png
-from xmoco.tables.bench import Kept
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.definition import Table, read_table, table_names
 from xmoco.tables.drawing import (
@@ -31,6 +30,7 @@ from xmoco.tables.drawing import (
     unequal,
 )
 from xmoco.tables.plan import Asked, plan
+from xmoco.tables.trials import Kept
 
 TABLE = Table.model_validate(
     {

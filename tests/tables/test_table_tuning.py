@@ -14,11 +14,12 @@ from helpers import Outcome, assert_done, assert_refused, run_cli, two_splits, w
 from xmoco.data.subset import HELD_OUT
 from xmoco.records import Record
 from xmoco.tables import drawing, running, tuning
-from xmoco.tables.bench import DIVERGED, Bench, Kept, Trial
+from xmoco.tables.bench import Bench
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.definition import Table, read_table
 from xmoco.tables.drawing import Group, fill, fill_all, notes
 from xmoco.tables.plan import Asked, plan
+from xmoco.tables.trials import DIVERGED, Kept, Trial
 
 TABLE: dict[str, Any] = {
     "title": "Two methods",

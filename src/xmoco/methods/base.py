@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xmoco.config import Config
-from xmoco.config.methods import (
+from xmoco.config.shared import (
     BankConfig,
     DirectedConfig,
     MomentumEncoderConfig,

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from xmoco.config.methods import BankIdeasConfig, ConsistencyConfig, IdeasConfig
+from xmoco.config.shared import BankIdeasConfig, ConsistencyConfig, IdeasConfig
 from xmoco.losses.contrast import Contrast
 from xmoco.losses.cross_similarity import CrossSimilarity
 from xmoco.losses.soft_labels import weighted_soft_labels

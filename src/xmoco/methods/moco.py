@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from xmoco.config import Config
-from xmoco.config.methods import BankIdeasConfig
+from xmoco.config.shared import BankIdeasConfig
 from xmoco.losses.cross_similarity import CrossSimilarity
 from xmoco.methods.base import DirectedMethod
 from xmoco.methods.ideas import build_ideas, compared, ideas_schedules

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xmoco.config import Config
-from xmoco.config.methods import PrototypesConfig
+from xmoco.config.shared import PrototypesConfig
 from xmoco.data.views import ViewGroup
 from xmoco.losses.bank import SharedRing
 from xmoco.losses.metrics import feature_metrics

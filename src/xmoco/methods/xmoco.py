@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xmoco.config import Config
-from xmoco.config.methods import TwoBanksConfig
+from xmoco.config.shared import TwoBanksConfig
 from xmoco.data.views import ViewGroup
 from xmoco.losses import XMoCoLoss
 from xmoco.losses.bank import KeyBanks

@@ -23,8 +23,9 @@ from xmoco.errors import Interrupted, UserError
 from xmoco.methods import Method, build_method
 from xmoco.records import Record, append_records
 from xmoco.settings import config_yaml
-from xmoco.tables.bench import TRAINED, Bench, Kept, Trial, known_records, lasting, numerics
+from xmoco.tables.bench import TRAINED, Bench
 from xmoco.tables.columns import Column
+from xmoco.tables.trials import Kept, Trial, known_records, lasting, numerics
 from xmoco.train.loop import Callback, DivergedError, Training
 from xmoco.train.run_folder import RunFolder
 

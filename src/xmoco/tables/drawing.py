@@ -26,10 +26,10 @@ from xmoco.methods import method_class
 from xmoco.planning import describe_views
 from xmoco.report.circumstances import circumstances, markdown_table, sentence
 from xmoco.report.curves import LIGHT, to_png
-from xmoco.tables.bench import Kept, Trial, divergences
 from xmoco.tables.columns import Column
 from xmoco.tables.definition import PaperColumn, Row, Table
 from xmoco.tables.plan import Asked, trials_of_rows
+from xmoco.tables.trials import Kept, Trial, divergences
 from xmoco.tables.tuning import Tried, choice_told, with_best_rates
 
 NOTHING = "–"

@@ -10,8 +10,8 @@ from xmoco.data.sources import source_name
 from xmoco.errors import UserError, nearest
 from xmoco.planning import with_full_paths
 from xmoco.settings import load_config
-from xmoco.tables.bench import Trial, lasting, split_facts
 from xmoco.tables.definition import Row, Table
+from xmoco.tables.trials import Trial, lasting, split_facts
 
 OPTIONS = {"epochs": "--epochs", "seed": "--seeds"}
 """Settings that tables have options for."""

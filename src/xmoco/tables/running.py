@@ -22,11 +22,12 @@ from xmoco.errors import Interrupted, UserError
 from xmoco.planning import say
 from xmoco.records import append_records
 from xmoco.tables.attempts import Books, Wanted, attempt
-from xmoco.tables.bench import Bench, Images, Kept, divergences, numerics
+from xmoco.tables.bench import Bench, Images
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.definition import Table, read_table
 from xmoco.tables.drawing import Group, draw, fill
 from xmoco.tables.plan import Asked, Planned, plan
+from xmoco.tables.trials import Kept, divergences, numerics
 from xmoco.tables.tuning import (
     Tuned,
     is_tuned,

@@ -8,10 +8,10 @@ others; what was chosen follows from its records.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from xmoco.tables.bench import DIVERGED, PART, Kept, split_facts
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.definition import Row, Table, Tuning
 from xmoco.tables.plan import Asked, trials_of_rows
+from xmoco.tables.trials import DIVERGED, PART, Kept, split_facts
 
 SETTING = "learning_rate"
 
