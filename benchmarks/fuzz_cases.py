@@ -42,8 +42,9 @@ from xmoco.data.sources import open_images
 from xmoco.detect.sources import open_detection
 from xmoco.errors import UserError
 from xmoco.evaluate.cache import cached_features
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import BackboneCard, load_weights, save_backbone
+from xmoco.nn.weights import load_weights
 from xmoco.records import ClassifierProtocol, KnnProtocol, Measured, Record, read_records
 from xmoco.report.history import read_history
 from xmoco.report.page import write_report
@@ -379,8 +380,8 @@ def command_lines(rng: random.Random, folder: Path, templates: Templates) -> Act
             patch("xmoco.tables.running.run_table", side_effect=begins),
             patch("xmoco.evaluate.evaluation.Evaluation.features", side_effect=begins),
             patch("xmoco.train.in_folder.train_in_folder", side_effect=begins),
-            patch("xmoco.nn.weights._load_torchvision", side_effect=begins),
-            patch("xmoco.nn.weights._load_timm", side_effect=begins),
+            patch("xmoco.nn.weights.load_torchvision", side_effect=begins),
+            patch("xmoco.nn.weights.load_timm", side_effect=begins),
         ):
             command(*words)
 

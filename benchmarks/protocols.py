@@ -23,8 +23,9 @@ from xmoco.evaluate.classification import evaluate_finetune, evaluate_knn, evalu
 from xmoco.evaluate.classify import CosineProtocol, train_classifier
 from xmoco.evaluate.evaluation import EvalOptions, Listener, labelled_splits
 from xmoco.evaluate.transfer import evaluate_transfer
+from xmoco.nn.backbone_files import save_backbone
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import read_card, save_backbone
+from xmoco.nn.weights import read_card
 from xmoco.records import Record, append_records
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -19,9 +19,10 @@ from torch.testing import assert_close
 import xmoco
 from helpers import assert_done, assert_refused, run_cli, two_splits
 from xmoco.classifying import Classified
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.classifier_files import FILE, ClassifierCard, read_classifier, save_classifier
-from xmoco.nn.weights import BackboneCard, read_card, save_backbone
+from xmoco.nn.weights import read_card
 from xmoco.text import printable
 
 GREY = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.2)}

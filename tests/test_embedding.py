@@ -11,8 +11,8 @@ from PIL import Image
 
 import xmoco
 from helpers import assert_done, assert_refused, run_cli
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import BackboneCard, save_backbone
 
 CPU = xmoco.EvalOptions("cpu", readers=1)
 GREY = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.2)}

@@ -25,8 +25,8 @@ from xmoco.config import Config
 from xmoco.config.optimizers import AdamWConfig
 from xmoco.data import ArrayImages
 from xmoco.errors import UserError
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.planning import _process_warnings, forecast, show_plan
 from xmoco.settings import load_config
 

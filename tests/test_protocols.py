@@ -11,8 +11,8 @@ import pytest
 
 from helpers import make_images
 from xmoco.errors import UserError
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import BackboneCard, save_backbone
 
 Judge = Callable[..., list[dict[str, Any]]]
 

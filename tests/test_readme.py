@@ -47,9 +47,9 @@ from xmoco.detect.models import DESIGNS
 from xmoco.evaluate.classify import LINEAR
 from xmoco.evaluate.grid import GRIDS
 from xmoco.evaluate.logistic import STRENGTHS
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.classifier_files import ClassifierCard, save_classifier
-from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.planning import AUTO_BASE
 from xmoco.records import KnnProtocol, Measured, Record, read_records
 from xmoco.settings import load_config

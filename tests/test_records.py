@@ -14,8 +14,8 @@ import xmoco
 from helpers import make_images
 from xmoco import records
 from xmoco.errors import UserError
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.records import (
     ClassifierProtocol,
     KnnProtocol,

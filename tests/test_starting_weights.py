@@ -28,16 +28,10 @@ from xmoco.evaluate.classification import evaluate_knn
 from xmoco.evaluate.evaluation import EvalOptions
 from xmoco.methods import build_method
 from xmoco.methods.base import MomentumMethod
+from xmoco.nn.backbone_files import BackboneCard, Weights, save_backbone, weights_name
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.checkpoint_formats import LoadReport
-from xmoco.nn.weights import (
-    BackboneCard,
-    Weights,
-    load_weights,
-    read_card,
-    save_backbone,
-    weights_name,
-)
+from xmoco.nn.weights import load_weights, read_card
 from xmoco.settings import load_config
 from xmoco.starting_weights import start_from_weights
 

@@ -22,7 +22,7 @@ from xmoco.data.streaming import Batch, sent
 from xmoco.distributed import alone
 from xmoco.methods import build_method
 from xmoco.nn.architectures import timm_name
-from xmoco.nn.weights import BackboneCard
+from xmoco.nn.backbone_files import BackboneCard
 from xmoco.schedules import Clock, ScheduledValues
 from xmoco.train.engine import in_bf16
 

@@ -30,8 +30,9 @@ from xmoco.data.views import ViewGroup
 from xmoco.errors import UserError
 from xmoco.fabric import Fabric
 from xmoco.methods import Method, build_method, method_class
+from xmoco.nn.backbone_files import named_model
 from xmoco.nn.encoding import describe_batch_norm, resolve_batch_norm
-from xmoco.nn.weights import named_model, read_card
+from xmoco.nn.weights import read_card
 from xmoco.settings import find_field, load_config, value_of
 from xmoco.starting_weights import start_from_weights
 from xmoco.text import printable

@@ -25,7 +25,7 @@ from xmoco.evaluate.similarities import NegativesMonitor
 from xmoco.fabric import Fabric
 from xmoco.launchers import launcher
 from xmoco.methods import Method, build_method
-from xmoco.nn.weights import BackboneCard, save_backbone
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.planning import (
     about,
     chosen_config,

@@ -9,8 +9,9 @@ from xmoco.config import Config
 from xmoco.data.fingerprint import tensors_digest
 from xmoco.errors import UserError
 from xmoco.methods import Method
+from xmoco.nn.backbone_files import BackboneCard, Weights
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import BackboneCard, Weights, load_weights
+from xmoco.nn.weights import load_weights
 
 SAME_PIXELS = 0.01
 """Means and deviations of colours that differ by less are the same: ImageNet's stand in many

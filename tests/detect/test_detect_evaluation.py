@@ -22,8 +22,8 @@ from helpers import assert_done, assert_refused, metrics, run_cli, wait_until
 from xmoco.detect.detector_files import FILE, read_detector
 from xmoco.detect.evaluation import summary
 from xmoco.detect.models import DESIGNS
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.records import DetectionProtocol, Measured, read_records
 from xmoco.train import loop
 

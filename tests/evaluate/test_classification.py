@@ -21,9 +21,9 @@ from helpers import assert_refused, checkpoints, make_images, metrics, run_cli
 from xmoco.errors import TRY_AGAIN
 from xmoco.evaluate import classify
 from xmoco.evaluate.evaluation import EvalOptions, Evaluation, Listener
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.classifier_files import FILE
-from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder
 

@@ -20,8 +20,8 @@ from xmoco.data import open_images
 from xmoco.evaluate.classify import CosineProtocol, EpochProtocol, train_classifier
 from xmoco.evaluate.evaluation import EvalOptions
 from xmoco.evaluate.grid import GRIDS, Grid
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import BackboneCard, save_backbone
 
 CARD = BackboneCard("tiny", "cifar", 16, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), "xmoco", 3, 7)
 KINDS = {

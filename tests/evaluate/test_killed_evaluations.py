@@ -16,8 +16,8 @@ from xmoco.data.fingerprint import tensors_digest
 from xmoco.evaluate.classify import Classifier
 from xmoco.evaluate.evaluation import EvalOptions, Evaluation
 from xmoco.evaluate.grid import GRIDS, Grid
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.train import loop
 
 CARD = BackboneCard("tiny", "cifar", 16, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), "xmoco", 3, 7)

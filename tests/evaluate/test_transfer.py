@@ -26,8 +26,8 @@ from xmoco.evaluate.classify import Classifier
 from xmoco.evaluate.evaluation import EvalOptions, Evaluation, Listener
 from xmoco.evaluate.grid import GRIDS, Grid
 from xmoco.evaluate.logistic import STRENGTHS
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.train import loop
 from xmoco.train.loop import Training
 

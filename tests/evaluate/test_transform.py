@@ -17,8 +17,8 @@ from xmoco.config import DataConfig
 from xmoco.data import open_images
 from xmoco.evaluate.features import backbone_features
 from xmoco.evaluate.transform import CentralView
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import BackboneCard, save_backbone
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
 

@@ -13,8 +13,8 @@ from helpers import assert_done, assert_refused, run_cli
 from xmoco.detect.courses import COURSES
 from xmoco.detect.models import DESIGNS
 from xmoco.export.detectron2_configs import write_configs
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import BackboneCard, save_backbone
 
 KEYS = yaml.safe_load(Path(__file__).with_name("detectron2_keys.yaml").read_text())
 KINDS: Mapping[str, type] = {"int": int, "str": str, "bool": bool, "float": float, "list": list}

@@ -30,8 +30,9 @@ from xmoco.errors import UserError
 from xmoco.export import export, exporting, how_to_load, to_timm
 from xmoco.nn import checkpoint_formats
 from xmoco.nn.architectures import BACKBONES, TimmModel
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import BackboneCard, load_backbone, read_card, save_backbone
+from xmoco.nn.weights import load_backbone, read_card
 
 CARD = BackboneCard(
     backbone="resnet18",

@@ -18,8 +18,9 @@ from xmoco.checkpoints import Checkpoints
 from xmoco.config import Config
 from xmoco.errors import UserError
 from xmoco.nn import weights as weights_module
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import BackboneCard, load_backbone, load_weights, read_card, save_backbone
+from xmoco.nn.weights import load_backbone, load_weights, read_card
 from xmoco.settings import config_yaml, load_config
 
 CARD = BackboneCard(

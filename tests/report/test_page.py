@@ -17,8 +17,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from xmoco.errors import UserError
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import BackboneCard, save_backbone
 from xmoco.report.history import read_history
 from xmoco.report.page import write_report
 from xmoco.report.panels import CLAIMS, LOOKS, panels

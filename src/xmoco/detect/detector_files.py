@@ -12,8 +12,8 @@ from torch import nn
 from xmoco.detect.models import DESIGNS, build_detector
 from xmoco.errors import UserError
 from xmoco.files import write_whole
+from xmoco.nn.backbone_files import DETECTOR
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import DETECTOR
 
 FILE = "detector.safetensors"
 Rgb = tuple[float, float, float]

@@ -31,7 +31,7 @@ from xmoco.detect.training import train_detector
 from xmoco.errors import UserError
 from xmoco.evaluate.evaluation import EvalOptions, Evaluation, Listener, check_seed
 from xmoco.nn.backbones import build_backbone
-from xmoco.nn.weights import SCRATCH
+from xmoco.nn.named_models import SCRATCH
 from xmoco.records import Record
 from xmoco.train.engine import on_first
 from xmoco.train.run_folder import RunFolder, plain

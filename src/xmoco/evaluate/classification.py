@@ -34,8 +34,8 @@ from xmoco.evaluate.evaluation import (
 from xmoco.evaluate.knn import knn_accuracy, voters
 from xmoco.evaluate.metrics import top_k
 from xmoco.nn.architectures import timm_name
+from xmoco.nn.backbone_files import LONGEST_METHOD
 from xmoco.nn.classifier_files import FILE, ClassifierCard, save_classifier
-from xmoco.nn.weights import LONGEST_METHOD
 from xmoco.records import Record
 from xmoco.settings import read_text, read_yaml
 from xmoco.text import printable, shortened

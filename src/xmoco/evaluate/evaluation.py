@@ -20,7 +20,8 @@ from xmoco.evaluate.cache import cached_features
 from xmoco.evaluate.classify import Classifier, class_scores
 from xmoco.evaluate.features import Features
 from xmoco.fabric import Fabric
-from xmoco.nn.weights import Weights, load_weights
+from xmoco.nn.backbone_files import Weights
+from xmoco.nn.weights import load_weights
 from xmoco.records import Record
 from xmoco.train.engine import build_fabric, processes_of
 from xmoco.train.in_folder import OnStep

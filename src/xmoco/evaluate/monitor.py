@@ -10,7 +10,7 @@ from xmoco.config import Config
 from xmoco.data import ImageSet
 from xmoco.evaluate.features import Features, backbone_features, pixel_features, pixel_side
 from xmoco.evaluate.knn import knn_accuracy, nearest_neighbours, voters
-from xmoco.nn.weights import weights_name
+from xmoco.nn.backbone_files import weights_name
 from xmoco.records import Record
 
 

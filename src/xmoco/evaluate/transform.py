@@ -10,7 +10,8 @@ from torch import Tensor
 from xmoco.config import InputConfig
 from xmoco.data.decode import rgb_pixels
 from xmoco.data.views import central
-from xmoco.nn.weights import Rgb, load_weights
+from xmoco.nn.backbone_files import Rgb
+from xmoco.nn.weights import load_weights
 
 
 @dataclass(frozen=True)

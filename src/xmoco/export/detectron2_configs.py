@@ -14,7 +14,7 @@ from xmoco.detect.courses import BATCH, COURSES, RATE, Course
 from xmoco.detect.models import DESIGNS, Design
 from xmoco.export.to_detectron2 import architecture_of, settings_of
 from xmoco.files import write_whole
-from xmoco.nn.weights import BackboneCard
+from xmoco.nn.backbone_files import BackboneCard
 
 EXTRA_NORM = "extra_norm.py"
 EXTRA_NORM_CODE = '''"""Adds the C4 head with one batch norm more: import it before training."""

@@ -20,7 +20,8 @@ from xmoco.errors import UserError, nearest
 from xmoco.export import to_detectron2, to_onnx, to_timm, to_torchvision
 from xmoco.export.detectron2_configs import write_configs
 from xmoco.files import write_whole
-from xmoco.nn.weights import BackboneCard, load_backbone, read_card
+from xmoco.nn.backbone_files import BackboneCard
+from xmoco.nn.weights import load_backbone, read_card
 
 TOLERANCE = 1e-4
 """The largest difference between two features, as a share of the largest feature."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from xmoco.errors import UserError
 from xmoco.export.names import renamed
 from xmoco.nn.architectures import BACKBONES, Architecture
-from xmoco.nn.weights import BackboneCard
+from xmoco.nn.backbone_files import BackboneCard
 
 NAMES = [
     (r"^conv1\.", "stem.conv1."),

@@ -10,7 +10,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor, nn
 
-from xmoco.nn.weights import BackboneCard
+from xmoco.nn.backbone_files import BackboneCard
 
 OPSET = 20  # what torch's exporter writes natively; ONNX Runtime reads it since 1.17
 

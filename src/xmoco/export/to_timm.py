@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from xmoco.errors import UserError
 from xmoco.export.names import renamed
 from xmoco.nn.architectures import BACKBONES, timm_name
+from xmoco.nn.backbone_files import BackboneCard
 from xmoco.nn.backbones import create_timm
-from xmoco.nn.weights import BackboneCard
 
 RESNETV2_NAMES = [
     (r"^conv1\.", "stem.conv."),

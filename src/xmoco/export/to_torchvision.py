@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from xmoco.errors import UserError
 from xmoco.nn.architectures import BACKBONES, Architecture
+from xmoco.nn.backbone_files import BackboneCard
 from xmoco.nn.backbones import build_resnet
-from xmoco.nn.weights import BackboneCard
 
 
 def write(backbone: nn.Module, card: BackboneCard, file: BinaryIO) -> None:

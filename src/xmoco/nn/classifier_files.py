@@ -18,16 +18,9 @@ from torchvision.models.resnet import ResNet
 
 from xmoco.errors import UserError
 from xmoco.files import write_whole
+from xmoco.nn.backbone_files import BACKBONE, CLASSIFIER, BackboneCard, own_header, read_tensors
 from xmoco.nn.backbones import feature_size
-from xmoco.nn.weights import (
-    BACKBONE,
-    CLASSIFIER,
-    INSIDE,
-    BackboneCard,
-    load_weights,
-    own_header,
-    read_tensors,
-)
+from xmoco.nn.weights import INSIDE, load_weights
 from xmoco.text import printable
 
 FILE = "classifier.safetensors"

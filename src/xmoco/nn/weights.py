@@ -1,154 +1,55 @@
-"""Backbone weights: our own files there and back, those of runs, and anyone's ResNet in.
+"""Whatever holds a backbone, loaded: our own files, runs, anyone's ResNet, and models by name.
 
-Our own file is safetensors with torchvision's or timm's names and a card in the header. Of a run
-that is not finished, its last checkpoint serves. Other weights are models of torchvision or timm by
-name, and files of a format that ``nn/checkpoint_formats.py`` knows. Nothing in a file is ever run:
-pickles are read with ``weights_only=True``.
+Of a run that is not finished, its last checkpoint serves. Files of others are of a format that
+``nn/checkpoint_formats.py`` knows. Nothing in a file is ever run: pickles are read with
+``weights_only=True``.
 """
 
 import argparse
-import difflib
-import json
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Any, cast
 
 import numpy as np
-import safetensors
 import torch
-import torchvision.models
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
-from safetensors.torch import load_file, save
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from xmoco.checkpoints import FORMAT, Checkpoints
-from xmoco.config import Config, InputConfig
 from xmoco.config.section import LARGEST_NUMBER
-from xmoco.errors import UserError, nearest
-from xmoco.files import write_whole
-from xmoco.nn.architectures import (
-    BACKBONES,
-    check_backbone,
-    timm_library,
-    timm_models,
+from xmoco.errors import UserError
+from xmoco.nn.backbone_files import (
+    CLASSIFIER,
+    DETECTOR,
+    LONGEST_METHOD,
+    WHOLE,
+    BackboneCard,
+    DetectorHeader,
+    Rgb,
+    Weights,
+    card_of,
+    named_model,
+    own_header,
+    read_tensors,
 )
-from xmoco.nn.backbones import build_backbone, create_timm
+from xmoco.nn.backbones import build_backbone
 from xmoco.nn.checkpoint_formats import (
     GUESS,
-    IMAGENET,
-    FoundBackbone,
     LoadReport,
-    Pixels,
     find_backbone,
     flat_tensors,
     guess_of,
     part_of,
 )
+from xmoco.nn.named_models import load_timm, load_torchvision, untrained
 from xmoco.pickles import Harmless, RefusedPickle, read_pickle
 from xmoco.settings import config_from_settings
-from xmoco.text import printable, shortened
-
-Rgb = tuple[float, float, float]
+from xmoco.text import printable
 
 PICKLES = (".pth", ".pt", ".tar", ".ckpt", ".bin")
-SCRATCH = "scratch"  # what records call a backbone without any training
-WHOLE = "backbone.safetensors", "detector.safetensors", "classifier.safetensors"
-"""What runs leave behind; the backbone is a part of the others."""
 KEPT = "encoder.backbone."  # what a checkpoint of pre-training calls the backbone
-LONGEST_METHOD = 1000
-LONGEST_NAME = 100
-"""Letters of what may be a misspelt model."""
-BACKBONE, DETECTOR = "xmoco", "xmoco-detector"
-"""Where the header of a file tells of it."""
-CLASSIFIER = "classifier"  # what a header calls that of the classifier on the backbone
 INSIDE = "backbone."  # what a classifier calls a backbone that is no ResNet
-
-
-@dataclass(frozen=True)
-class BackboneCard:
-    """What stands in the file's header beside the weights.
-
-    Of other people's weights, epochs and seed are unknown: 0.
-    """
-
-    backbone: str
-    stem: str
-    size: int  # side of the random views it was trained on
-    mean: Rgb
-    std: Rgb
-    method: str
-    epochs: int
-    seed: int
-    eval_size: int | None = None  # side of the central views, where it is another
-    started_from: str | None = None  # what training started from, if not from random weights
-
-    @classmethod
-    def of_run(cls, config: Config, epochs: int) -> "BackboneCard":
-        """What a run of this configuration has made after so many epochs."""
-        return cls(
-            backbone=config.model.backbone,
-            stem=config.model.stem,
-            size=config.input.size,
-            mean=config.input.mean,
-            std=config.input.std,
-            method=config.method.subject,
-            epochs=epochs,
-            seed=config.train.seed,
-            eval_size=config.input.eval_size,
-            started_from=weights_name(config.model.weights),
-        )
-
-    def as_json(self) -> str:
-        return json.dumps(
-            {name: value for name, value in asdict(self).items() if value is not None}
-        )
-
-    def input(self, size: int | None = None, eval_size: int | None = None) -> InputConfig:
-        """What evaluations show it: views of its own sizes, or all of ``size``, or central ones
-        of ``eval_size``."""
-        own = self.eval_size if size is None else None
-        return InputConfig(
-            size=size or self.size,
-            eval_size=eval_size or own,
-            mean=self.mean,
-            std=self.std,
-        )
-
-
-def weights_name(weights: str | Path | None) -> str | None:
-    """What records call weights: a path tells where they are, which is nobody's business."""
-    if weights is None or named_model(weights):
-        return None if weights is None else str(weights)
-    path = Path(weights).absolute()
-    if path.name in WHOLE or path.parent.name == "checkpoints":  # of a run
-        run = path.parents[1] if path.parent.name == "checkpoints" else path.parent
-        return run.name or path.name
-    return path.name or str(path)
-
-
-def named_model(weights: str | Path) -> bool:
-    """Whether weights are a model of a library by name, and no path."""
-    return str(weights).startswith(("torchvision:", "timm:", "scratch:"))
-
-
-def save_backbone(backbone: nn.Module, card: BackboneCard, path: Path) -> None:
-    tensors = {
-        name: value.detach().cpu().contiguous() for name, value in backbone.state_dict().items()
-    }
-    header = {BACKBONE: card.as_json()}  # one entry: several have no fixed order
-    write_whole(path, save(tensors, metadata=header))
-
-
-@dataclass(frozen=True)
-class Weights:
-    backbone: nn.Module  # in eval mode
-    card: BackboneCard
-    report: LoadReport
-    guess: str | None = None
-    """What is said of a usual mean and std that a file of others does not tell. Guesses that are
-    less sure are among the notes of the report, which records hold."""
 
 
 def load_backbone(weights: str | Path) -> nn.Module:
@@ -203,11 +104,11 @@ def _guessed_still(notes: tuple[str, ...], mean: Rgb | None, std: Rgb | None) ->
 def _load(weights: str | Path) -> Weights:
     library, _, model = str(weights).partition(":")
     if library == "torchvision":
-        return _load_torchvision(model, str(weights))
+        return load_torchvision(model, str(weights))
     if library == "timm":
-        return _load_timm(model, str(weights))
+        return load_timm(model, str(weights))
     if library == "scratch":
-        return _untrained(model, str(weights))
+        return untrained(model, str(weights))
     path, notes = _weights_file(weights)
     if _is_pickle(path):
         content = _read_pickle(path)
@@ -220,7 +121,7 @@ def _load(weights: str | Path) -> Weights:
         return _of_detector(_others(tensors, path), path)
     if CLASSIFIER in header:
         tensors = _without_head(tensors)
-    return _ours(tensors, _card(header, path), LoadReport("xmoco", len(tensors)), path)
+    return _ours(tensors, card_of(header, path), LoadReport("xmoco", len(tensors)), path)
 
 
 def _of_detector(found: Weights, path: Path) -> Weights:
@@ -229,7 +130,7 @@ def _of_detector(found: Weights, path: Path) -> Weights:
     if told is None:
         return found
     try:
-        header = _DetectorHeader.model_validate(told)
+        header = DetectorHeader.model_validate(told)
     except ValidationError as error:
         field = printable(".".join(map(str, error.errors()[0]["loc"])))
         raise UserError(f"{path} has an invalid header: {field}.") from None
@@ -325,7 +226,7 @@ def read_card(weights: str | Path) -> tuple[BackboneCard, Path]:
     named = named_model(weights)
     path = Path(weights) if named else _weights_file(weights)[0]
     header = None if named or _is_pickle(path) else own_header(path)
-    return load_weights(path).card if header is None else _card(header, path), path
+    return load_weights(path).card if header is None else card_of(header, path), path
 
 
 def _weights_file(weights: str | Path) -> tuple[Path, list[str]]:
@@ -366,83 +267,6 @@ def _is_pickle(path: Path) -> bool:
     return head.startswith((b"PK", b"\x80")) or path.suffix.lower() in PICKLES
 
 
-def own_header(path: Path, key: str = BACKBONE) -> dict[str, Any] | None:
-    """What stands in the header of a safetensors file, or None if xmoco did not write it."""
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-    except Exception:  # damaged bytes can raise anything
-        raise UserError(f"{path} is damaged or no safetensors file.") from None
-    if key not in header:
-        return None
-    try:
-        content = json.loads(header[key])
-    except (ValueError, RecursionError):
-        content = None
-    if not isinstance(content, dict) or "backbone" not in content:
-        raise UserError(f"{path} does not say which backbone it holds: xmoco did not write it.")
-    return content
-
-
-class _Header(InputConfig):
-    """A card as it must be."""
-
-    backbone: str
-    stem: Literal["imagenet", "cifar"]
-    method: Annotated[
-        str, Field(min_length=1, max_length=LONGEST_METHOD), AfterValidator(printable)
-    ]
-    epochs: int = Field(ge=0)
-    seed: int = Field(ge=0)
-    started_from: Annotated[str, Field(max_length=1000), AfterValidator(printable)] | None = None
-
-
-class _DetectorHeader(BaseModel):
-    """What the card of a detector tells of its backbone."""
-
-    model: str
-    data: Annotated[str, AfterValidator(printable)]
-    method: Annotated[str, AfterValidator(printable)]
-    mean: Rgb
-    std: Rgb
-    started_from: Annotated[str, AfterValidator(printable)] | None = None
-
-
-def _card(content: dict[str, Any], path: Path) -> BackboneCard:
-    if "judged_size" in content:  # as files before version 0.2 call it
-        content["eval_size"] = content.pop("judged_size")
-    known = {field.name for field in fields(BackboneCard)}
-    if unknown := [name for name in content if name not in {*known, CLASSIFIER}]:
-        field = printable(unknown[0][:80])
-        raise UserError(
-            f"{path} was written by a newer xmoco (it has a field {field}): upgrade xmoco."
-        )
-    try:
-        header = _Header.model_validate({k: v for k, v in content.items() if k != CLASSIFIER})
-        missing = known - header.model_fields_set - {"eval_size", "started_from"}
-    except ValidationError as error:
-        first = error.errors()[0]
-        missing = {str(first["loc"][0])}
-    if missing:
-        field = min(missing)
-        raise UserError(
-            f"{path} has a header that cannot be: {field} is {shortened(content.get(field))}."
-        )
-    try:
-        check_backbone(header.backbone)
-    except ValueError as error:
-        name = shortened(header.backbone).strip("'")
-        raise UserError(f"{path} holds a {name}, but {error}.") from None
-    return BackboneCard(**{name: getattr(header, name) for name in known})
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except Exception:  # as above
-        raise UserError(f"{path} is damaged or no safetensors file.") from None
-
-
 def _not_run(*_: object) -> None:
     """Stands for a function that a checkpoint mentions."""
 
@@ -480,95 +304,5 @@ def _others(content: Mapping[str, object], path: Path) -> Weights:
         name = name.rpartition(".")[0]
     whose = found.report.format
     method = name if whose == "torchvision" else f"{whose} ({name})"
-    loaded = _weights(found, method, found.pixels)
+    loaded = Weights.of_others(found, method, found.pixels)
     return loaded if found.report.notes else replace(loaded, guess=guess_of("ImageNet"))
-
-
-def _weights(found: FoundBackbone, method: str, pixels: Pixels) -> Weights:
-    size = 32 if found.stem == "cifar" else 224
-    card = _foreign_card(found.name, found.stem, size, method, pixels)
-    return Weights(found.backbone.eval(), card, found.report)
-
-
-def _foreign_card(name: str, stem: str, size: int, method: str, pixels: Pixels) -> BackboneCard:
-    mean, std = pixels
-    return BackboneCard(name, stem, size, mean, std, method, epochs=0, seed=0)
-
-
-def _load_torchvision(name: str, given: str) -> Weights:
-    """A trained model: torchvision's name for it, then perhaps that of certain weights."""
-    model, _, version = name.partition(":")
-    known = [entry.torchvision for entry in BACKBONES.values() if entry.torchvision]
-    if model not in known:
-        raise UserError(
-            f"{given} is not among the models taken by name, which are {', '.join(known)}"
-            f"{nearest(model, known)}."
-        )
-    versions = torchvision.models.get_model_weights(model).__members__
-    if version and version not in versions:
-        raise UserError(f"torchvision has no weights {version} for {model}: {', '.join(versions)}.")
-    try:
-        tensors = versions[version or "DEFAULT"].get_state_dict(
-            progress=False, check_hash=True, map_location="cpu", weights_only=True
-        )
-    except (OSError, RuntimeError) as error:
-        raise _unavailable(given, error) from None
-    found = find_backbone(tensors, given)
-    return _weights(found, given, found.pixels)
-
-
-def _untrained(name: str, given: str) -> Weights:
-    """A backbone as it is before any training, for comparison."""
-    if name not in BACKBONES:
-        raise UserError(
-            f"{given} is no backbone: after scratch: there may be {', '.join(BACKBONES)}"
-            f"{nearest(name, BACKBONES)}."
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        backbone = build_backbone(name)
-    card = _foreign_card(name, "imagenet", 224, SCRATCH, IMAGENET)
-    return Weights(backbone.eval(), card, LoadReport(SCRATCH, 0))
-
-
-def _load_timm(name: str, given: str) -> Weights:
-    """A trained model: timm's name for it, then perhaps that of certain weights."""
-    architecture = name.partition(".")[0]
-    try:
-        known = timm_models()
-    except ValueError as error:
-        raise UserError(f"no weights of {given}: {error}.") from None
-    if architecture not in known:
-        # Among a thousand names, one is always a little like it.
-        near = difflib.get_close_matches(architecture[:LONGEST_NAME], known, n=1, cutoff=0.7)
-        raise UserError(f"timm has no model {architecture}{nearest(architecture, near)}.")
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it tells of every attempt
-    try:
-        trained = timm_library().get_pretrained_cfg(name)
-        size = trained.input_size[-1]
-        model, _ = create_timm(name, size, pretrained=True)
-    except Exception as error:  # the hub's libraries each have errors of their own
-        raise _unavailable(given, error) from None
-    labelled = trained.num_classes > 0
-    pixels = tuple(trained.mean), tuple(trained.std)
-    if architecture in _TIMM_RESNETS:
-        found = find_backbone(model.state_dict(), given)
-        report = replace(found.report, labelled=labelled)
-        return _weights(replace(found, report=report), given, pixels)
-    card = _foreign_card(f"timm:{architecture}", "imagenet", size, given, pixels)
-    report = LoadReport("timm", len(model.state_dict()), labelled=labelled)
-    return Weights(model.eval(), card, report)
-
-
-# Those that are ours by another name; the arguments of others make them what they are.
-_TIMM_RESNETS = {
-    entry.timm.name for entry in BACKBONES.values() if entry.timm and not entry.timm.arguments
-}
-
-
-def _unavailable(given: str, error: Exception) -> UserError:
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-    return UserError(
-        f"the weights of {given} could not be fetched ({reason}): download them where there is a "
-        "network, and give the file."
-    )

@@ -31,7 +31,8 @@ from xmoco.evaluate.metrics import top_k
 from xmoco.fabric import Fabric
 from xmoco.files import write_whole
 from xmoco.methods import Method, build_method
-from xmoco.nn.weights import BackboneCard, load_weights, save_backbone
+from xmoco.nn.backbone_files import BackboneCard, save_backbone
+from xmoco.nn.weights import load_weights
 from xmoco.pretraining import identity_of, prepare_training
 from xmoco.records import Record, commit, machine, versions
 from xmoco.starting_weights import start_from_weights
