@@ -27,7 +27,8 @@ from xmoco.report.circumstances import (
     sentence,
 )
 from xmoco.tables.definition import Table, read_table, table_names
-from xmoco.tables.drawing import Filled, fill_all, markdown, notes
+from xmoco.tables.drawing import markdown, notes
+from xmoco.tables.filling import Filled, fill_all
 from xmoco.tables.trials import DIVERGED, divergences
 from xmoco.tables.tuning import trial_table
 

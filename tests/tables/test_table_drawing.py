@@ -14,22 +14,10 @@ from scipy.stats import kendalltau
 from xmoco.report.curves import to_png
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.definition import Table, read_table, table_names
-from xmoco.tables.drawing import (
-    Cell,
-    Filled,
-    Group,
-    Line,
-    agreements,
-    csv_text,
-    fill,
-    fill_all,
-    markdown,
-    notes,
-    page,
-    picture,
-    unequal,
-)
+from xmoco.tables.drawing import agreements, csv_text, markdown, notes, page, unequal
+from xmoco.tables.filling import Cell, Filled, Group, Line, fill, fill_all
 from xmoco.tables.plan import Asked, plan
+from xmoco.tables.plotting import picture
 from xmoco.tables.trials import Kept
 
 TABLE = Table.model_validate(

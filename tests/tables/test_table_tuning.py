@@ -17,7 +17,8 @@ from xmoco.tables import drawing, running, tuning
 from xmoco.tables.bench import Bench
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.definition import Table, read_table
-from xmoco.tables.drawing import Group, fill, fill_all, notes
+from xmoco.tables.drawing import notes
+from xmoco.tables.filling import Group, fill, fill_all
 from xmoco.tables.plan import Asked, plan
 from xmoco.tables.trials import DIVERGED, Kept, Trial
 

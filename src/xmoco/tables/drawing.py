@@ -1,169 +1,35 @@
-"""Records become a table: Markdown, CSV and a picture, with the paper's ImageNet figures beside.
+"""A filled table as files: Markdown, CSV and a picture, with the paper's ImageNet figures beside.
 
 Measured figures and the paper's are of different images and networks, so that orders and trends
-compare, not values. In the picture they have panels of their own, on scales of the same span: a
-point of accuracy is as high in either.
+compare, not values.
 """
 
 import csv
 import io
 import itertools
 import math
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
+from typing import Any
 
 from xmoco.config import Config
-from xmoco.data.subset import HELD_OUT
 from xmoco.files import write_files
 from xmoco.methods import method_class
 from xmoco.planning import describe_views
 from xmoco.report.circumstances import circumstances, markdown_table, sentence
-from xmoco.report.curves import LIGHT, to_png
+from xmoco.report.curves import to_png
 from xmoco.tables.columns import Column
 from xmoco.tables.definition import PaperColumn, Row, Table
-from xmoco.tables.plan import Asked, trials_of_rows
-from xmoco.tables.trials import Kept, Trial, divergences
-from xmoco.tables.tuning import Tried, choice_told, with_best_rates
+from xmoco.tables.filling import Cell, Filled, Line, identity
+from xmoco.tables.plotting import picture
+from xmoco.tables.trials import Kept
+from xmoco.tables.tuning import choice_told
 
 NOTHING = "–"
 DIGITS = {"%": 1, "s": 0, "GiB": 2, "MiB": 1, "M": 1}
 VARYING = ("%", "s")
 """Units of what differs from seed to seed."""
 DEVIATION = "± is the standard deviation over seeds."
-
-
-class Group(NamedTuple):
-    """What all figures of a table share."""
-
-    source: str
-    epochs: int
-    split: str
-    held_out_share: float | None
-
-    @classmethod
-    def of(cls, protocol: Mapping[str, Any]) -> "Group":
-        return cls(
-            protocol["source"],
-            protocol["epochs"],
-            protocol["split"],
-            protocol.get("held_out_share"),
-        )
-
-    def __str__(self) -> str:
-        epochs = "1 epoch" if self.epochs == 1 else f"{self.epochs} epochs"
-        judged = "test images"
-        if self.split == HELD_OUT:
-            judged = f"a held-out {100 * (self.held_out_share or 0):g} % of the training images"
-        return f"trained on {self.source} for {epochs}, evaluated on {judged}"
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What was measured, by seed."""
-
-    values: Mapping[int, float]
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.values.values())
-
-    @property
-    def deviation(self) -> float | None:
-        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
-
-
-@dataclass(frozen=True)
-class Line:
-    """A row and what was measured of it."""
-
-    row: Row
-    cells: Mapping[Column, Cell]
-    trial: Trial | None = None
-    """What is trained of it; nothing of a row that is the paper's alone."""
-
-    @property
-    def seeds(self) -> int:
-        return max((len(cell.values) for cell in self.cells.values()), default=0)
-
-    @property
-    def learns_labels(self) -> bool:
-        return self.trial is not None and method_class(self.trial.config.method).uses_labels
-
-
-@dataclass(frozen=True)
-class Filled:
-    """A table with all that records tell of it in one group."""
-
-    table: Table
-    group: Group
-    lines: Sequence[Line]
-    records: Sequence[Kept]
-    tried: Mapping[str, Tried] = field(default_factory=dict)
-    """What became of rows' learning rates, where the table has trials of them."""
-    diverged: Sequence[str] = ()
-    """Runs of which nothing else is known, and when it was."""
-
-    @property
-    def columns(self) -> list[Column]:
-        """Those of which something is known: not every device measures all."""
-        known = [c for c in self.table.measured if any(c in line.cells for line in self.lines)]
-        return known or self.table.measured
-
-    def measured_only(self) -> "Filled":
-        """Without the rows that are still to be measured."""
-        lines = [line for line in self.lines if line.cells or line.row.paper_only]
-        return replace(self, lines=lines)
-
-
-def fill(
-    table: Table, records: Sequence[Kept], group: Group, overrides: Sequence[str] = ()
-) -> Filled:
-    """The table of one group. A record belongs to the row whose settings it has."""
-    asked = Asked(held_out=group.held_out_share, overrides=tuple(overrides))
-    chosen = with_best_rates(table, asked, records, group.source, group.epochs)
-    trials = trials_of_rows(chosen.table, overrides)
-    own = [
-        record for record in records if _of_a_table(record) and Group.of(record.protocol) == group
-    ]
-    shown: list[Kept] = []
-    lines: list[Line] = []
-    diverged: list[str] = []
-    for row in table.rows:
-        trial = trials.get(row.name)
-        found = [r for r in own if trial is not None and _identity(r) == trial.identity]
-        cells = {}
-        for column in table.measured:
-            last = {record.seed: record for record in found if column.shows(record)}
-            if last:
-                cells[column] = Cell({seed: record.value for seed, record in last.items()})
-                shown += last.values()
-        for seed in dict.fromkeys(record.seed for record in found):
-            ends = divergences([record for record in found if record.seed == seed])
-            diverged += [f"{row.name}, seed {seed}{end}" for end in ends.values()]
-        lines.append(Line(row, cells, trial))
-    return Filled(table, group, lines, shown, chosen.tried, diverged)
-
-
-def fill_all(table: Table, records: Sequence[Kept]) -> list[Filled]:
-    """The table of every group of which records tell something."""
-    groups = dict.fromkeys(Group.of(r.protocol) for r in records if _of_a_table(r))
-    filled = [fill(table, records, group) for group in groups]
-    return [one for one in filled if one.records or one.diverged]
-
-
-def _identity(record: Kept) -> tuple[str, Any]:
-    return record.subject, record.protocol["settings"]
-
-
-def _of_a_table(record: Kept) -> bool:
-    return {"source", "settings", "epochs", "split"} <= record.protocol.keys()
 
 
 def draw(
@@ -174,9 +40,6 @@ def draw(
     if pictured:
         files[f"{name}.png"] = to_png(picture(filled))
     return write_files(out, files)
-
-
-# Words
 
 
 def page(filled: Filled, failed: Mapping[str, str]) -> str:
@@ -285,7 +148,7 @@ def _rows_by(filled: Filled, of: Callable[[Kept], Any]) -> dict[Any, list[str]]:
     rows: dict[Any, list[str]] = {}
     for line in filled.lines:
         if line.trial is not None:
-            own = [r for r in filled.records if _identity(r) == line.trial.identity]
+            own = [r for r in filled.records if identity(r) == line.trial.identity]
             for value in dict.fromkeys(map(of, own)):
                 rows.setdefault(value, []).append(line.row.name)
     return rows
@@ -404,139 +267,3 @@ def csv_text(filled: Filled) -> str:
 
 def _numbers(cell: Cell) -> list[Any]:
     return [cell.mean, cell.deviation, len(cell.values)]
-
-
-# The picture
-
-
-class Point(NamedTuple):
-    place: int
-    value: float
-    deviation: float | None
-
-
-@dataclass(frozen=True)
-class Panel:
-    """Series over the rows, all of one unit."""
-
-    title: str
-    unit: str
-    series: Mapping[str, Sequence[Point]]
-
-
-HEIGHT, ROW_WIDTH, LEAST_WIDTH = 3.6, 0.55, 3.4  # inches
-LEAST_SPAN = 10.0  # points of accuracy: smaller differences are shown as the small ones they are
-PANELS_ABREAST = 3
-APART = 0.12  # rows: so that series do not hide each other
-LONG_NAME = 6  # letters; longer names stand upright
-
-
-def picture(filled: Filled) -> Figure:
-    found = _panels(filled)
-    columns = min(PANELS_ABREAST, max(1, len(found)))
-    rows = max(1, math.ceil(len(found) / columns))
-    width = max(LEAST_WIDTH, ROW_WIDTH * len(filled.lines) + 0.8)
-    size = (width * columns, HEIGHT * rows)
-    figure = Figure(figsize=size, facecolor=LIGHT.paper, layout="constrained")
-    FigureCanvasAgg(figure)
-    title = figure.suptitle(f"{filled.table.title}\n{filled.group}", fontsize=10, color=LIGHT.ink)
-    title.set_parse_math(False)
-    span = min(100, max([LEAST_SPAN, *(1.15 * _extent(p) for p in found if p.unit == "%")]))
-    for place, panel in enumerate(found):
-        _draw_panel(figure.add_subplot(rows, columns, place + 1), panel, filled, span)
-    scales = f"Every axis of accuracies spans {span:.0f} points; all others begin at 0."
-    note = scales if found else "nothing measured yet"
-    figure.supxlabel(note, fontsize=8, color=LIGHT.ink)
-    return figure
-
-
-def _panels(filled: Filled) -> list[Panel]:
-    """Measured accuracies beside the paper's; then what has another unit, each by itself."""
-    measured = {
-        column: [
-            Point(place, cell.mean, cell.deviation)
-            for place, line in enumerate(filled.lines)
-            if (cell := line.cells.get(column)) is not None
-        ]
-        for column in filled.table.measured
-    }
-    paper = {
-        column: [
-            Point(place, figure, None)
-            for place, line in enumerate(filled.lines)
-            if line.row.paper and (figure := line.row.paper[number]) is not None
-        ]
-        for number, column in enumerate(filled.table.paper_columns)
-    }
-    sides: list[tuple[str, Mapping[Any, list[Point]]]] = [
-        ("measured", measured),
-        ("paper, ImageNet", paper),
-    ]
-    accuracies = [
-        Panel(title, "%", {c.heading: points for c, points in found.items() if c.unit == "%"})
-        for title, found in sides
-    ]
-    others = [
-        Panel(f"{title}: {column.heading}", column.unit, {column.heading: points})
-        for title, found in sides
-        for column, points in found.items()
-        if column.unit != "%"
-    ]
-    return [p for p in (*accuracies, *others) if any(p.series.values())]
-
-
-def _extent(panel: Panel) -> float:
-    """From the lowest to the highest that is drawn."""
-    low, high = _limits(panel)
-    return high - low
-
-
-def _limits(panel: Panel) -> tuple[float, float]:
-    points = [point for series in panel.series.values() for point in series]
-    return (
-        min(point.value - (point.deviation or 0) for point in points),
-        max(point.value + (point.deviation or 0) for point in points),
-    )
-
-
-def _draw_panel(axes: Axes, panel: Panel, filled: Filled, span: float) -> None:
-    ordered = filled.table.axis is not None
-    for number, (name, points) in enumerate(panel.series.items()):
-        aside = APART * (number - (len(panel.series) - 1) / 2)
-        axes.errorbar(
-            [point.place + aside for point in points],
-            [point.value for point in points],
-            # none where there are none: the legend would show bars
-            yerr=[p.deviation or 0 for p in points] if any(p.deviation for p in points) else None,
-            label=name,
-            color=LIGHT.curves[number % len(LIGHT.curves)],
-            marker="osD^"[number % 4],
-            markersize=5,
-            linestyle="-" if ordered else "none",
-            linewidth=1.2,
-            capsize=3,
-            clip_on=False,
-        )
-    names = [line.row.name for line in filled.lines]
-    upright = 90 if max(map(len, names)) > LONG_NAME else 0
-    axes.set_xticks(range(len(names)), names, rotation=upright, parse_math=False)
-    axes.set_xlim(-0.5, len(names) - 0.5)
-    axes.set_xlabel(filled.table.axis or "", color=LIGHT.ink, fontsize=9)
-    low, high = _limits(panel)
-    if panel.unit == "%":
-        middle = min(max((low + high) / 2, span / 2), 100 - span / 2)
-        axes.set_ylim(middle - span / 2, middle + span / 2)
-    else:
-        axes.set_ylim(0, 1.1 * high)
-    unit = "accuracy, %" if panel.unit == "%" else panel.unit
-    axes.set_ylabel(unit, color=LIGHT.ink, fontsize=9)
-    title = axes.set_title(panel.title, loc="left", fontsize=9, weight="bold", color=LIGHT.ink)
-    title.set_parse_math(False)
-    axes.tick_params(colors=LIGHT.ink, labelsize=8, length=0)
-    axes.grid(color=LIGHT.grid, linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side, spine in axes.spines.items():
-        spine.set_visible(side in ("left", "bottom"))
-        spine.set_color(LIGHT.grid)
-    if len(panel.series) > 1:
-        axes.legend(fontsize=8, edgecolor="none", labelcolor=LIGHT.ink)

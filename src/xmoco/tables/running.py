@@ -25,7 +25,8 @@ from xmoco.tables.attempts import Books, Wanted, attempt
 from xmoco.tables.bench import Bench, Images
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.definition import Table, read_table
-from xmoco.tables.drawing import Group, draw, fill
+from xmoco.tables.drawing import draw
+from xmoco.tables.filling import Group, fill
 from xmoco.tables.plan import Asked, Planned, plan
 from xmoco.tables.trials import Kept, divergences, numerics
 from xmoco.tables.tuning import (
