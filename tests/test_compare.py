@@ -170,7 +170,7 @@ def test_who_is_asked_to_stop_stops_its_processes(benchmarks: None) -> None:
 def test_a_linear_classifier_for_the_last_seed(
     compare: Compare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    short = LINEAR["moco"].shortened(1)
+    short = LINEAR["moco"].changed(epochs=1)
     monkeypatch.setitem(LINEAR, "moco", short)
     records = compare("ours:", "--seeds", "0", "1", "--linear")
     linear = [r for r in records if r["measure"] == "linear_top1"]
@@ -305,7 +305,7 @@ def test_more_can_be_measured_of_what_was_trained(
     compare: Compare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = compare("ours:")
-    monkeypatch.setitem(LINEAR, "moco", LINEAR["moco"].shortened(1))
+    monkeypatch.setitem(LINEAR, "moco", LINEAR["moco"].changed(epochs=1))
     monkeypatch.setattr(Bench, "_train", lambda *_: pytest.fail("trained again"))
     (added,) = compare("ours:", "--linear")[len(before) :]
     assert added["measure"] == "linear_top1"
@@ -328,7 +328,7 @@ def test_records_tell_how_many_runs_shared_the_gpu_while_it_was_trained(compare:
     alone = [r for r in second if r["subject"] == "other"]
     assert not any("runs_at_once" in r["protocol"] for r in alone)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(LINEAR, "moco", LINEAR["moco"].shortened(1))
+        patch.setitem(LINEAR, "moco", LINEAR["moco"].changed(epochs=1))
         later = compare("ours:", "other: batch=8", "--linear", "--beside", "3")
     linear = {r["subject"]: r["protocol"] for r in later if r["measure"] == "linear_top1"}
     assert linear["ours"]["runs_at_once"] == 2

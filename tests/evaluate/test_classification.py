@@ -311,6 +311,9 @@ def test_fine_tuning_on_a_share_of_the_labels(weights: Path, two_splits: Path) -
     [
         (xmoco.evaluate_linear, {"preset": "papier"}, "did you mean paper"),
         (xmoco.evaluate_linear, {"epochs": 0}, "at least 1"),
+        (xmoco.evaluate_linear, {"batch": 1}, "batches of 1 are too small"),
+        (xmoco.evaluate_linear, {"head_rate": float("nan")}, "head_rate=nan is no learning rate"),
+        (xmoco.evaluate_finetune, {"backbone_rate": 0.0}, "backbone_rate=0 is no learning rate"),
         (xmoco.evaluate_finetune, {"fraction": 0.0}, "fraction"),
         (xmoco.evaluate_finetune, {"fraction": 1.5}, "fraction"),
         (xmoco.evaluate_finetune, {"options": {"precision": "fp8"}}, "fp8"),
@@ -372,6 +375,27 @@ def test_classifiers_from_the_command_line(
     assert measures == [f"{command}_top1", f"{command}_top5"]
 
 
+def test_another_course_from_the_command_line(
+    weights: Path, two_splits: Path, tmp_path: Path
+) -> None:
+    kept = tmp_path / "kept.jsonl"
+    changes = {"--epochs": 3, "--batch": 16, "--head-rate": 0.1, "--backbone-rate": 0.05}
+    options = [str(word) for pair in changes.items() for word in pair]
+    command = ("evaluate", "finetune", weights, two_splits, "--out", tmp_path / "run", *options)
+    outcome = run_cli(*command, "--records", kept)
+    assert outcome.status == 0, outcome.stderr
+    assert f"the report is {tmp_path / 'run' / 'report.html'}" in outcome.stderr
+    protocol = json.loads(kept.read_text().splitlines()[0])["protocol"]
+    name = "fine-tune, 3 epochs, batch 16, head rate 0.1, backbone rate 0.05"
+    assert protocol["name"] == name
+    assert (protocol["epochs"], protocol["batch"]) == (3, 16)
+    assert (protocol["head_rate"], protocol["backbone_rate"]) == (0.1, 0.05)
+    assert protocol["milestones"] == [2, 2]
+    assert "Class by class" in (tmp_path / "run" / "report.html").read_text()
+    again = run_cli(*command, "--batch", "8")
+    assert_refused(again, "batch was 16 and is 8 now")
+
+
 @pytest.mark.parametrize("command", ["linear", "finetune"])
 def test_sizes_are_told_on_the_command_line(
     command: str, weights: Path, two_splits: Path, tmp_path: Path
@@ -415,6 +439,7 @@ def test_a_finished_classifier_is_judged_again_without_training(
     assert ear.heard == [
         f"{the_run()} holds the finished classifier, which is evaluated without training it again.",
         f"the classifier is kept in {the_run() / FILE}; `xmoco classify` applies it.",
+        f"the report is {the_run() / 'report.html'}",
     ]
     # How it is judged is no matter of training.
     other, _ = linear(options=EvalOptions(eval_size=24))

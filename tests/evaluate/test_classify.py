@@ -129,11 +129,16 @@ def test_presets_are_the_published_ones() -> None:
 
 
 def test_a_shortened_course_keeps_its_shape_and_says_so() -> None:
-    short = LINEAR["paper"].shortened(10)
+    short = LINEAR["paper"].changed(epochs=10)
     assert (short.epochs, short.milestones) == (10, (6, 8))
     assert short.name == "linear (paper), 10 epochs"
-    assert FINETUNE.shortened(1).name == "fine-tune, 1 epoch"
-    assert LINEAR["paper"].shortened(None) is LINEAR["paper"]
+    assert FINETUNE.changed(epochs=1).name == "fine-tune, 1 epoch"
+    smaller = FINETUNE.changed(batch=64, backbone_rate=0.02)
+    assert smaller.name == "fine-tune, batch 64, backbone rate 0.02"
+    assert (smaller.epochs, smaller.head_rate, smaller.backbone_rate) == (20, 0.2, 0.02)
+    assert [smaller.batch_for(images) for images in (40, 10_000)] == [40, 64]
+    assert FINETUNE.changed(head_rate=FINETUNE.head_rate) is FINETUNE
+    assert LINEAR["paper"].changed(epochs=None) is LINEAR["paper"]
 
 
 def test_linear_learns_without_touching_the_backbone(backbone: torch.nn.Module) -> None:
@@ -295,9 +300,9 @@ def test_what_a_run_folder_holds(backbone: torch.nn.Module) -> None:
 
 def test_other_settings_in_the_same_folder_are_refused(backbone: torch.nn.Module) -> None:
     train, folder = coloured(32, seed=1), Path("run")
-    trained(backbone, train, QUICK.shortened(1), folder=folder, settings={"seed": 0})
+    trained(backbone, train, QUICK.changed(epochs=1), folder=folder, settings={"seed": 0})
     with pytest.raises(UserError, match=r"run was begun with other settings: seed was 0 and is 1"):
-        trained(backbone, train, QUICK.shortened(1), folder=folder, settings={"seed": 1})
+        trained(backbone, train, QUICK.changed(epochs=1), folder=folder, settings={"seed": 1})
     Path("photos").mkdir()
     with pytest.raises(UserError, match="photos already exists"):
         trained(backbone, train, QUICK, folder=Path("photos"))
@@ -312,7 +317,7 @@ def test_processes_share_a_batch_equally() -> None:
 
 
 def test_a_folder_in_use_is_refused(backbone: torch.nn.Module) -> None:
-    train, protocol = coloured(32, seed=1), QUICK.shortened(1)
+    train, protocol = coloured(32, seed=1), QUICK.changed(epochs=1)
     other = RunFolder.begun(Path("run"), {"name": protocol.name})
     other.lock()
     with pytest.raises(UserError, match="another process is training in run"):
@@ -385,7 +390,7 @@ def test_an_image_may_be_of_several_classes(backbone: torch.nn.Module) -> None:
 
 def test_the_same_seed_gives_the_same_accuracy(backbone: torch.nn.Module) -> None:
     def run() -> float:
-        short = QUICK.shortened(2)
+        short = QUICK.changed(epochs=2)
         return accuracy(backbone, coloured(48, seed=1), coloured(30, seed=2), short, seed=5)
 
     assert run() == run()

@@ -473,7 +473,7 @@ def test_held_out_images_are_judged_and_test_images_not_read(images: Path) -> No
 
 
 def test_a_linear_classifier_is_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LINEAR, "moco", LINEAR["moco"].shortened(1))
+    monkeypatch.setitem(LINEAR, "moco", LINEAR["moco"].changed(epochs=1))
     write_table(columns=["linear", "parameters", "time"], paper_columns=[], rows=[{"name": "0.9"}])
     assert_done(run("--row", "0.9"))
     found = {r["measure"]: r for r in records()}
@@ -495,7 +495,7 @@ def test_a_linear_classifier_that_diverges_costs_nothing_else(
     def diverging(*_: Any, **__: Any) -> Any:
         raise DivergedError("the loss is NaN", step=7)
 
-    monkeypatch.setitem(LINEAR, "moco", LINEAR["moco"].shortened(1))
+    monkeypatch.setitem(LINEAR, "moco", LINEAR["moco"].changed(epochs=1))
     write_table(columns=["linear", "knn20"], paper_columns=[], rows=[{"name": "0.9"}])
     told = "0.9, seed 0, its linear classifier, at step 7"
     with monkeypatch.context() as patch:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from xmoco.cli.options import (
+    Batch,
     Cache,
     Device,
     Devices,
     Download,
     EvalSize,
+    HeadRate,
     Labelled,
     LabelledData,
     Mean,
@@ -130,6 +132,8 @@ def linear(
             help="Training epochs. Default: 100, as in the protocol; recorded if changed."
         ),
     ] = None,
+    batch: Batch = None,
+    head_rate: HeadRate = None,
     held_out: HeldOut = None,
     seed: Seed = 0,
     out: Out = None,
@@ -171,6 +175,8 @@ def linear(
             data,
             preset=preset,
             epochs=epochs,
+            batch=batch,
+            head_rate=head_rate,
             held_out=held_out,
             seed=seed,
             out=out,
@@ -196,6 +202,15 @@ def finetune(
     epochs: Annotated[
         int | None,
         typer.Option(help="Training epochs. Default: 20, as in the protocol; recorded if changed."),
+    ] = None,
+    batch: Batch = None,
+    head_rate: HeadRate = None,
+    backbone_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Learning rate of the backbone, whatever the batch. Default: 0.01, as in the "
+            "protocol; recorded if changed."
+        ),
     ] = None,
     held_out: HeldOut = None,
     seed: Seed = 0,
@@ -235,6 +250,9 @@ def finetune(
             data,
             fraction=fraction,
             epochs=epochs,
+            batch=batch,
+            head_rate=head_rate,
+            backbone_rate=backbone_rate,
             held_out=held_out,
             seed=seed,
             out=out,

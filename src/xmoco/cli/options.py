@@ -131,6 +131,17 @@ Out = Annotated[
         "under `runs/evaluate`, one for each combination of weights, images and settings."
     ),
 ]
+Batch = Annotated[
+    int | None,
+    typer.Option(help="Images per step. Default: as in the protocol; recorded if changed."),
+]
+HeadRate = Annotated[
+    float | None,
+    typer.Option(
+        help="Learning rate of the classifier, whatever the batch. Default: as in the protocol; "
+        "recorded if changed."
+    ),
+]
 Root = Annotated[str, typer.Option(help="Folder with torchvision data sets.")]
 Download = Annotated[
     bool, typer.Option("--download", help="Download the torchvision data set if missing.")

@@ -122,6 +122,8 @@ def evaluate_linear(
     *,
     preset: str = "paper",
     epochs: int | None = None,
+    batch: int | None = None,
+    head_rate: float | None = None,
     held_out: float | None = None,
     seed: int = 0,
     out: str | Path | None = None,
@@ -130,7 +132,8 @@ def evaluate_linear(
 ) -> list[Record]:
     """Top-1 and top-5 accuracy of a linear classifier on the frozen backbone.
 
-    Presets are the paper's settings and MoCo's. Fewer ``epochs`` make a protocol of another name.
+    Presets are the paper's settings and MoCo's. Other ``epochs``, another ``batch`` or rate of the
+    classifier (``head_rate``) make a protocol of another name.
     Of images without a test split, ``held_out`` is the share of every class that is not trained on
     but judged by: see ``xmoco.data.subset.held_out``.
     It is trained in the run folder ``out``, by default one under ``runs/evaluate`` for just these
@@ -141,8 +144,9 @@ def evaluate_linear(
         raise UserError(
             f"unknown preset {preset!r}{nearest(preset, LINEAR)}; there are {', '.join(LINEAR)}."
         )
+    _expect_possible(epochs, batch, head_rate=head_rate)
+    protocol = LINEAR[preset].changed(epochs, batch, head_rate)
     evaluation = Evaluation.open(weights, options, listener)
-    protocol = LINEAR[preset].shortened(epochs)
     with evaluation.together():
         return _classify("linear", evaluation, data, protocol, 1.0, held_out, seed, out)
 
@@ -153,6 +157,9 @@ def evaluate_finetune(
     *,
     fraction: float = 1.0,
     epochs: int | None = None,
+    batch: int | None = None,
+    head_rate: float | None = None,
+    backbone_rate: float | None = None,
     held_out: float | None = None,
     seed: int = 0,
     out: str | Path | None = None,
@@ -161,13 +168,25 @@ def evaluate_finetune(
 ) -> list[Record]:
     """Top-1 and top-5 accuracy after fine-tuning end to end on a share of the labels.
 
-    Which images a share holds is a fixed rule: see ``xmoco.data.subset.labelled_share``.
-    ``held_out`` and the run folder ``out`` are as for ``evaluate_linear``.
+    Which images a share holds is a fixed rule: see ``xmoco.data.subset.labelled_share``. Everything
+    else is as for ``evaluate_linear``.
     """
+    _expect_possible(epochs, batch, head_rate=head_rate, backbone_rate=backbone_rate)
+    protocol = FINETUNE.changed(epochs, batch, head_rate, backbone_rate)
     evaluation = Evaluation.open(weights, options, listener)
-    protocol = FINETUNE.shortened(epochs)
     with evaluation.together():
         return _classify("finetune", evaluation, data, protocol, fraction, held_out, seed, out)
+
+
+def _expect_possible(epochs: int | None, batch: int | None, **rates: float | None) -> None:
+    """What is given in place of a protocol's own."""
+    if epochs is not None and epochs < 1:
+        raise UserError(f"{epochs} epochs are too few: give at least 1.")
+    if batch is not None and batch < 2:
+        raise UserError(f"batches of {batch} are too small: give at least 2 images.")
+    for name, rate in rates.items():
+        if rate is not None and not 0 < rate < math.inf:
+            raise UserError(f"{name}={rate:g} is no learning rate: give a number above 0.")
 
 
 def _classify(
@@ -181,8 +200,6 @@ def _classify(
     out: str | Path | None,
 ) -> list[Record]:
     check_seed(seed)
-    if protocol.epochs < 1:
-        raise UserError(f"{protocol.epochs} epochs are too few: give at least 1.")
     train, test = labelled_splits(data, evaluation.options)
     if held_out is not None:
         if test is not None:
@@ -198,7 +215,7 @@ def _classify(
     settings = _settings(evaluation, train, protocol, seed)
     name = f"{evaluation.weights.card.method}-{evaluation.digest}-{source_name(data)}"
     folder = Path(out) if out is not None else _default_folder(name, settings)
-    _expect_same_epochs(folder, settings)
+    _expect_same_course(folder, settings)
     classifier = train_classifier(
         evaluation.weights.backbone,
         train,
@@ -210,7 +227,7 @@ def _classify(
         seed=seed,
         readers=evaluation.options.readers,
         command=evaluation.options.command,
-        on_step=evaluation.on_step(protocol.name),
+        on_step=evaluation.on_step(protocol.name.partition(", ")[0]),
         say=evaluation.listener.say,
     )
     evaluation.tell_of(RunFolder(folder).unreadable())
@@ -220,7 +237,8 @@ def _classify(
             f"the {len(train):,} training images make {steps} "
             f"{'step' if steps == 1 else 'steps'} per epoch, too few for {protocol.name} with its "
             f"learning rate of {protocol.head_rate:g}: the accuracy may be far too low. For small "
-            "sets rather use `xmoco evaluate finetune`, whose batch shrinks, or `transfer`."
+            "sets rather use `xmoco evaluate finetune`, whose batch shrinks, or `transfer`; or "
+            "give a smaller batch and a lower rate with --batch and --head-rate."
         )
 
     def judge() -> list[Record]:
@@ -250,8 +268,9 @@ def _classify(
         ]
         for record in records:
             RunFolder(folder).add_record(record)
-        # Only now: whatever goes wrong with the file, what was measured is recorded.
+        # Only now: whatever goes wrong with files, what was measured is recorded.
         _keep(classifier, evaluation, train, seed, folder)
+        _report(evaluation, folder, records[0], scores, labels, train, test)
         return records
 
     return on_first(evaluation.fabric, judge)
@@ -289,6 +308,43 @@ def _keep(
         evaluation.listener.say(f"the classifier is kept in {file}; `xmoco classify` applies it.")
 
 
+def _report(
+    evaluation: Evaluation,
+    folder: Path,
+    record: Record,
+    scores: Tensor,
+    labels: Tensor,
+    train: ImageSet,
+    test: ImageSet,
+) -> None:
+    # Imported here because it takes half a second, which nobody need wait for before this.
+    from xmoco.report.classifier import Verdicts, write_classifier_report
+
+    protocol, card = record.protocol, evaluation.weights.card
+    rates = {"classifier": protocol["head_rate"], "backbone": protocol["backbone_rate"]}
+    share = protocol["label_fraction"]
+    facts = {
+        "Backbone": f"{card.method}, {card.backbone}"
+        + (", frozen" if not protocol["backbone_rate"] else ""),
+        "Trained on": f"{train.name}: {len(train):,} images"
+        + (f", {share:.3g} of each class" if share != 1 else ""),
+        "Judged on": f"{test.name}: {len(test):,} images of {protocol['size']} px",
+        "Course": f"{protocol['epochs']} epochs, batches of {protocol['batch']}, crops of "
+        f"{protocol['crop_size']} px",
+        "Learning rates": ", ".join(f"{what} {rate:g}" for what, rate in rates.items() if rate),
+        "Seed": str(record.seed),
+    }
+    report = write_classifier_report(
+        folder,
+        f"{protocol['name']} on {train.name}",
+        Verdicts(scores, labels, train.classes or ()),
+        test,
+        evaluation.input,
+        facts,
+    )
+    evaluation.listener.say(f"the report is {report}")
+
+
 def _settings(
     evaluation: Evaluation, train: ImageSet, protocol: EpochProtocol, seed: int
 ) -> dict[str, Any]:
@@ -310,8 +366,8 @@ def _settings(
     )
 
 
-def _expect_same_epochs(folder: Path, settings: Mapping[str, Any]) -> None:
-    """They are in the name, too, but whoever gave others should read of them."""
+def _expect_same_course(folder: Path, settings: Mapping[str, Any]) -> None:
+    """What was changed of it is in its name, too, but whoever did should read of that alone."""
     try:
         before = read_yaml(read_text(folder / "config.yaml"), "it")
     except UserError:  # there is none; or whoever needs it tells what is wrong
@@ -319,12 +375,13 @@ def _expect_same_epochs(folder: Path, settings: Mapping[str, Any]) -> None:
     if not isinstance(before, Mapping):
         return
     then, now = (str(one.get("name")).partition(", ")[0] for one in (before, settings))
-    if then == now and before.get("epochs") != settings["epochs"]:
-        raise UserError(
-            f"{folder} was begun with other settings: epochs was "
-            f"{shortened(before.get('epochs'))} and is {settings['epochs']} now. Go on as it was "
-            "begun, or give another folder with --out."
-        )
+    for name in ("epochs", "batch", "head_rate", "backbone_rate") if then == now else ():
+        if before.get(name) != settings[name]:
+            raise UserError(
+                f"{folder} was begun with other settings: {name} was "
+                f"{shortened(before.get(name))} and is {settings[name]} now. Go on as it was "
+                "begun, or give another folder with --out."
+            )
 
 
 def _default_folder(name: str, settings: Mapping[str, Any]) -> Path:

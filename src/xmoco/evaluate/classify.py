@@ -4,12 +4,11 @@ A protocol says how long, with which rates and on what course; ``train_classifie
 the loop that pre-training has, and ``class_scores`` lets the result judge other images.
 """
 
-import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -83,13 +82,29 @@ class EpochProtocol(TrainingProtocol):
     def factor(self, done: float) -> float:
         return self.decay ** sum(done >= milestone / self.epochs for milestone in self.milestones)
 
-    def shortened(self, epochs: int | None) -> "EpochProtocol":
-        """The same course in fewer epochs; it says so in its name."""
-        if epochs is None or epochs == self.epochs:
-            return self
-        milestones = tuple(round(m * epochs / self.epochs) for m in self.milestones)
-        name = f"{self.name}, {epochs} {'epoch' if epochs == 1 else 'epochs'}"
-        return dataclasses.replace(self, name=name, epochs=epochs, milestones=milestones)
+    def changed(
+        self,
+        epochs: int | None = None,
+        batch: int | None = None,
+        head_rate: float | None = None,
+        backbone_rate: float | None = None,
+    ) -> "EpochProtocol":
+        """The same course with other settings, where they are given; its name says which."""
+        now, named = self, list[str]()
+        if epochs is not None and epochs != self.epochs:
+            milestones = tuple(round(m * epochs / self.epochs) for m in self.milestones)
+            now = replace(now, epochs=epochs, milestones=milestones)
+            named.append("1 epoch" if epochs == 1 else f"{epochs} epochs")
+        if batch is not None:  # of few images, too, no smaller one is made
+            now = replace(now, batch=batch, least_steps=1)
+            named.append(f"batch {batch}")
+        if head_rate is not None and head_rate != self.head_rate:
+            now = replace(now, head_rate=head_rate)
+            named.append(f"head rate {head_rate:g}")
+        if backbone_rate is not None and backbone_rate != self.backbone_rate:
+            now = replace(now, backbone_rate=backbone_rate)
+            named.append(f"backbone rate {backbone_rate:g}")
+        return replace(now, name=", ".join([self.name, *named])) if named else self
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,10 @@ th, td { text-align: left; font-weight: inherit; padding: .4rem .75rem .4rem 0;
   border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
 th { color: var(--soft); width: 30%; }
 .own, .own th { font-weight: 650; color: var(--ink); }
+.classes { max-width: 60rem; }
+.classes th, .classes td { width: auto; }
+.classes th.number { text-align: right; }
+.classes .bar { min-width: 8rem; }
 .number { width: 5rem; text-align: right; white-space: nowrap; }
 .bar div { height: .6rem; border-radius: .3rem; background: var(--line); overflow: hidden; }
 .bar span { display: block; height: 100%; background: var(--soft); }

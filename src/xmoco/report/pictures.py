@@ -49,8 +49,8 @@ def picture_neighbours(monitor: Monitor, backbone: nn.Module) -> bytes | None:
     if columns < 1:
         return None
     queries, neighbours, similarities = monitor.neighbours(backbone, rows, columns)
-    query_pictures, query_labels = _pictures(asked, queries, monitor.config.input)
-    pictures, labels = _pictures(train, neighbours.flatten(), monitor.config.input)
+    query_pictures, query_labels = central_pictures(asked, queries, monitor.config.input)
+    pictures, labels = central_pictures(train, neighbours.flatten(), monitor.config.input)
     if train.multi_label:  # no one class to name
         labels = None
     return neighbours_sheet(
@@ -71,8 +71,8 @@ def picture_negatives(similarities: NegativesMonitor, method: Method) -> bytes |
     rows, columns = min(NEGATIVES, len(look.source)), min(NEGATIVES, len(look.source) - 1)
     queries, negatives, shares = strongest(look, rows, columns)
     positions, input = similarities.positions, similarities.config.input
-    query_pictures, _ = _pictures(similarities.images, positions[queries], input)
-    pictures, _ = _pictures(similarities.images, positions[negatives.flatten()], input)
+    query_pictures, _ = central_pictures(similarities.images, positions[queries], input)
+    pictures, _ = central_pictures(similarities.images, positions[negatives.flatten()], input)
     classes = look.classes
     return neighbours_sheet(
         query_pictures,
@@ -85,7 +85,7 @@ def picture_negatives(similarities: NegativesMonitor, method: Method) -> bytes |
     )
 
 
-def _pictures(
+def central_pictures(
     images: ImageSet, positions: Tensor, input: InputConfig
 ) -> tuple[Tensor, Tensor | None]:
     """Central squares, uint8 (n, 3, side, side), of the images at ``positions``; their labels."""

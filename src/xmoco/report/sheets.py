@@ -92,6 +92,19 @@ def neighbours_sheet(
     return to_png(sheet.figure)
 
 
+def captioned_sheet(
+    pictures: Sequence[Tensor], captions: Sequence[Sequence[str]], columns: int
+) -> bytes:
+    """Pictures row by row, each with its lines below."""
+    rows, columns = -(-len(pictures) // columns), min(columns, len(pictures))
+    sheet = _Sheet(rows, columns, lines=max(map(len, captions)))
+    for number, (picture, lines) in enumerate(zip(pictures, captions, strict=True)):
+        row, column = divmod(number, columns)
+        sheet.show(row, column, picture)
+        sheet.caption(row, column, lines)
+    return to_png(sheet.figure)
+
+
 def pictures_sheet(pictures: Sequence[Tensor], columns: int = 2) -> bytes:
     """Pictures of any sizes, large enough to look at, row by row."""
     rows = -(-len(pictures) // columns)
