@@ -43,6 +43,7 @@ from xmoco.train.engine import on_first
 from xmoco.train.loop import Plan, Training
 from xmoco.train.partners import watching
 from xmoco.train.run_folder import RunFolder
+from xmoco.wandb_log import expect_wandb
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,8 @@ def _run(
 ) -> RunResult:
     # All that can be wrong is found out before anything is written.
     first = fabric.is_global_zero
+    if (project := config.run.wandb) is not None:
+        on_first(fabric, lambda: expect_wandb(project))
     here = config.model_copy(update={"model": model_here(config, fabric, resume)})
     path = on_first(fabric, lambda: folder if resume and folder else _free_path(folder, config))
     method = _built(here, build_method)

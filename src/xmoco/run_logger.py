@@ -7,6 +7,7 @@ from rich.console import Console
 from torch.utils.tensorboard import SummaryWriter
 
 from xmoco.config import Config
+from xmoco.errors import Interrupted
 from xmoco.evaluate.monitor import Monitor
 from xmoco.evaluate.similarities import NegativesMonitor
 from xmoco.methods import Method
@@ -14,6 +15,7 @@ from xmoco.records import Record
 from xmoco.train.loop import Callback, Training
 from xmoco.train.progress import Progress
 from xmoco.train.run_folder import RunFolder
+from xmoco.wandb_log import WandbLog
 
 
 class Judge(Callback):
@@ -64,6 +66,10 @@ class RunLogger(Judge):
             console=console,
         )
         self.events = SummaryWriter(str(run.path), purge_step=training.step)
+        project = config.run.wandb
+        self.wandb = None if project is None else WandbLog(project, run, config)
+        if self.wandb is not None:
+            self.progress.note(f"logged to Weights & Biases: {self.wandb.place}")
 
     def __enter__(self) -> Self:
         super().__enter__()
@@ -77,6 +83,9 @@ class RunLogger(Judge):
     def __exit__(self, *error: object) -> None:
         self.progress.__exit__(*error)
         self.events.close()
+        if self.wandb is not None:
+            raised = error[1] if len(error) > 1 else None
+            self.wandb.close(failed=raised is not None and not isinstance(raised, Interrupted))
 
     def on_step(self, step: int) -> None:
         self.progress.tick(step)
@@ -84,8 +93,7 @@ class RunLogger(Judge):
     def on_values(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
         self.progress.update(step, values)
         self.run.add_values(step, epoch, values)
-        for name, value in values.items():
-            self.events.add_scalar(name, value, step)
+        self._show(values, step)
 
     def on_epoch(self, epoch: int, step: int) -> None:
         super().on_epoch(epoch, step)
@@ -97,7 +105,7 @@ class RunLogger(Judge):
         look = self.similarities.look(self.method) if self.similarities.due(epoch) else None
         for record in [] if look is None else self.similarities.records(look, epoch, step):
             self.run.add_record(record)
-            self.events.add_scalar(f"similarities/{record.measure}", record.value, step)
+            self._show({f"similarities/{record.measure}": record.value}, step)
 
     def on_note(self, text: str) -> None:
         self.progress.note(text)
@@ -106,5 +114,12 @@ class RunLogger(Judge):
         if record.subject == self.config.method.subject:
             self.progress.knn(record.protocol["epoch"], record.value)
         self.run.add_record(record)
-        self.events.add_scalar(f"knn/{record.subject}", record.value, record.protocol["step"])
+        self._show({f"knn/{record.subject}": record.value}, record.protocol["step"])
         self.run.log(f"kNN of {record.subject}: {record.value:.2f} % ({record.protocol})")
+
+    def _show(self, values: Mapping[str, float], step: int) -> None:
+        """In what else people read logs with."""
+        for name, value in values.items():
+            self.events.add_scalar(name, value, step)
+        if self.wandb is not None:
+            self.wandb.add(values, step)

@@ -229,6 +229,12 @@ class RunConfig(Section):
         description="Threads of each process that read and decode images; on CUDA each has a small "
         "process read for it, and another decode what the GPU does not.",
     )
+    wandb: str | None = Field(
+        None,
+        min_length=1,
+        description="Project of Weights & Biases to log to as well, with the package's extra "
+        "`wandb`; null: none.",
+    )
 
 
 class Config(Section):
