@@ -105,7 +105,7 @@ def test_views_of_one_direction_and_of_both(symmetric: bool, weak_keys: bool) ->
 def test_terms_are_told_by_side_where_there_are_two() -> None:
     all_terms = {
         "ressl": "relations",
-        "sce": "labels",
+        "sce": "soft_contrast",
         "co2": "contrast agreement",
         "alignuniform": "alignment uniformity",
     }

@@ -161,7 +161,7 @@ class Meeting(NamedTuple):
     queries: list[Tensor]
     keys: list[Tensor]
     temperature: float
-    compared_by: CrossSimilarity | None = None
+    label_maker: CrossSimilarity | None = None
     """What makes soft labels of them, if XMoCo's ideas are in the method."""
 
 
@@ -203,11 +203,12 @@ class BankMethod(MomentumMethod):
     small_views: int = 0
     """So many views come last, of which only queries are made."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, temperature: float) -> None:
+        """``temperature`` is that of the softmax over keys. A method without one says what comes
+        nearest to it."""
         super().__init__(config)
         assert isinstance(config.method, BankConfig)
-        # Of the softmax over keys. A method without one says what comes nearest to it.
-        self.temperature: float = getattr(config.method, "temperature", 1.0)
+        self.temperature = temperature
         size, hidden = config.model.feature_size, config.method.predictor_hidden
         self.predictor = mlp_head(size, hidden, size, layers=2) if hidden else None
         if self.predictor is not None:
@@ -231,23 +232,21 @@ class BankMethod(MomentumMethod):
         weak = (f"weak {sides[0]}", f"weak {sides[1]}")
         return strong, ViewGroup(weak, config.weak_views, config.input)
 
-    def contrasted(self, views: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """(q_s, q_t) and (k_s, k_t) of unit length: keys of the last two full views, be they weak
-        ones or those of the queries. Where banks have one side only, of the last one and one query.
-        Queries of small views, if there are any, come after the others."""
-        return self.encoded(*self.of_queries_and_keys(views))
+    def queries_and_keys_of(self, views: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """(q_s, q_t) and (k_s, k_t) of unit length, and queries of small views after the others."""
+        return self.queries_and_keys(*self.split_views(views))
 
-    def of_queries_and_keys(
-        self, views: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def split_views(self, views: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Those of queries, small ones last, and those of keys: the last two full ones, be they
+        weak ones or those of the queries. Where banks have one side, one of each."""
         sides, full = len(self.banks.sides), len(views) - self.small_views
         return [*views[:sides], *views[full:]], views[full - sides : full]
 
-    def encoded(
+    def queries_and_keys(
         self, views: Sequence[Tensor], key_views: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Queries, as a predictor makes them where there is one, and keys."""
-        queries, keys = self.queries_and_keys(views, key_views)
+        """The same with queries as a predictor makes them, where there is one."""
+        queries, keys = super().queries_and_keys(views, key_views)
         if self.predictor is not None:
             predicted = self.run.encode(self.predictor, queries)
             queries = [F.normalize(features.float(), dim=1) for features in predicted]
@@ -262,15 +261,15 @@ class BankMethod(MomentumMethod):
         return metrics
 
     def meeting(self, views: Sequence[Tensor]) -> Meeting | None:
-        of_queries, of_keys = self.of_queries_and_keys(views)
+        of_queries, of_keys = self.split_views(views)
         queries = [self.encoder(view) for view in of_queries[: len(of_keys)]]
         keys = [self.momentum_encoder(view) for view in of_keys]
         if self.predictor is not None:
             queries = [F.normalize(self.predictor(query).float(), dim=1) for query in queries]
-        return Meeting(queries, keys, self.temperature, self.compared_by())
+        return Meeting(queries, keys, self.temperature, self.label_maker())
 
-    def compared_by(self) -> CrossSimilarity | None:
-        """What compares both sides, if XMoCo's ideas do."""
+    def label_maker(self) -> CrossSimilarity | None:
+        """What makes soft labels, if XMoCo's ideas are in the method."""
         return None
 
     def reference_levels(self) -> dict[str, float]:
@@ -336,8 +335,8 @@ class Way(NamedTuple):
 class DirectedMethod(BankMethod):
     """Queries meet keys in one direction, of one view and another one; or in both."""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
+    def __init__(self, config: Config, temperature: float) -> None:
+        super().__init__(config, temperature)
         settings = config.method
         assert isinstance(settings, DirectedConfig)
         kind = KeyBanks if settings.symmetric else KeyBank
@@ -362,8 +361,6 @@ class DirectedMethod(BankMethod):
             for meeting in zip(queries, keys[::-1], self.banks.rows()[::-1], strict=True)
         ]
 
-    def contrasts(
-        self, queries: Sequence[Tensor], keys: Sequence[Tensor], temperature: float
-    ) -> list[Contrast]:
+    def similarities(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Contrast]:
         """P of every way."""
-        return [contrast(*way, temperature) for way in self.ways(queries, keys)]
+        return [contrast(*way, self.temperature) for way in self.ways(queries, keys)]
