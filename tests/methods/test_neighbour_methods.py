@@ -107,7 +107,10 @@ def test_the_second_view_may_be_weak(settings: type, kind: type[NeighbourMethod]
     config = Config(method=settings())
     strong, weak = kind.view_groups(config)
     assert (strong.count, weak.count) == (1, 1)
-    assert (strong.augmentation, weak.augmentation) == (config.views, config.weak_views)
+    assert (strong.augmentation, weak.augmentation) == (
+        config.views,
+        config.weak_views.beside(config.views),
+    )
     (alike,) = kind.view_groups(Config(method=settings(weak_keys=False)))
     assert (alike.count, alike.augmentation) == (2, config.views)
 

@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from xmoco.config.section import Range, Section
 
@@ -30,6 +30,13 @@ class SGDConfig(OptimizerConfig):
     name: Literal["sgd"] = Field("sgd", description="Gradient descent with momentum.")
     sgd_momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of SGD.")
     nesterov: bool = Field(False, description="Nesterov's form of the momentum.")
+
+    @field_validator("nesterov")
+    @classmethod
+    def _has_momentum(cls, nesterov: bool, settings: ValidationInfo) -> bool:
+        if nesterov and settings.data.get("sgd_momentum") == 0:
+            raise ValueError("is a form of the momentum, so it needs sgd_momentum above 0")
+        return nesterov
 
 
 class LARSConfig(OptimizerConfig):

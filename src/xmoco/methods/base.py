@@ -41,6 +41,12 @@ def named(term: str, values: Sequence[Tensor]) -> dict[str, Tensor]:
     return {f"{term}_{side}": value for side, value in zip(SIDES, values, strict=True)}
 
 
+def weak_views(config: Config, names: tuple[str, ...]) -> ViewGroup:
+    """Views that hardly differ from their images, called so."""
+    weak = tuple(f"weak {name}" for name in names)
+    return ViewGroup(weak, config.weak_views.beside(config.views), config.input)
+
+
 def query_and_key_views(
     config: Config, queries: tuple[str, ...], keys: tuple[str, ...]
 ) -> tuple[ViewGroup, ...]:
@@ -48,11 +54,7 @@ def query_and_key_views(
     assert isinstance(config.method, BankConfig | NeighbourConfig)
     if not config.method.weak_keys:
         return (ViewGroup(queries + keys, config.views, config.input),)
-    weak = tuple(f"weak {name}" for name in keys)
-    return (
-        ViewGroup(queries, config.views, config.input),
-        ViewGroup(weak, config.weak_views, config.input),
-    )
+    return ViewGroup(queries, config.views, config.input), weak_views(config, keys)
 
 
 def small_views(config: Config) -> tuple[ViewGroup, ...]:
@@ -227,10 +229,7 @@ class BankMethod(MomentumMethod):
         settings, sides = config.method, ("source view", "target view")
         assert isinstance(settings, BankConfig)
         strong = ViewGroup(sides, config.views, config.input)
-        if not settings.weak_keys:
-            return (strong,)
-        weak = (f"weak {sides[0]}", f"weak {sides[1]}")
-        return strong, ViewGroup(weak, config.weak_views, config.input)
+        return (strong, weak_views(config, sides)) if settings.weak_keys else (strong,)
 
     def queries_and_keys_of(self, views: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """(q_s, q_t) and (k_s, k_t) of unit length, and queries of small views after the others."""
@@ -299,7 +298,7 @@ class NeighbourMethod(MomentumMethod):
     def __init__(self, config: Config) -> None:
         super().__init__(config, unit_length=False)
         assert isinstance(config.method, NeighbourConfig)
-        self.settings, self.batch = config.method, config.train.batch
+        self.settings = config.method
         size = config.model.feature_size
         self.predictor = mlp_head(size, self.settings.predictor_hidden, size, layers=2)
         self.run.prepare(self.predictor)
