@@ -27,7 +27,13 @@ from xmoco.data import ArrayImages
 from xmoco.errors import UserError
 from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
-from xmoco.planning import _process_warnings, forecast, show_plan
+from xmoco.planning import (
+    _idle_settings,
+    _process_warnings,
+    _schedule_warnings,
+    forecast,
+    show_plan,
+)
 from xmoco.settings import load_config
 
 
@@ -418,6 +424,38 @@ def test_a_warm_up_suits_the_epochs_or_is_warned_of(
         assert "the learning rate rises" not in said
     else:
         assert words in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ("method=swav freeze_prototypes_epochs=4", "prototypes do not move for 4 of 4 epochs"),
+        ("method=uota queue_length=64", "the queue takes no part for 15 of 4 epochs"),
+        ("consistency_warmup_epochs=4", "the weight of consistency rises for 4 of 4 epochs"),
+        ("method=co2 agreement_warmup_epochs=9", "the weight of agreement rises for 9 of 4 epochs"),
+        ("method=mocov2plus teacher=keys", "label_weight and consistency_weight are 0"),
+        (
+            "positive_mass_end=0.5 label_weight=0",
+            "positive_mass_end has no effect: label_weight is",
+        ),
+        (
+            "method=simclr consistency_warmup_epochs=9",
+            "consistency_warmup_epochs has no effect: consistency_weight is 0",
+        ),
+        ("method=co2 agreement_warmup_epochs=9 agreement_weight=0", "agreement_weight is 0"),
+        ("method=swav", None),
+        ("consistency_warmup_epochs=2", None),
+        ("method=mocov2plus teacher=keys consistency_weight=1", None),
+        ("positive_mass_end=0.5", None),
+    ],
+)
+def test_settings_that_come_too_late_or_do_nothing_are_warned_of(
+    settings: str, words: str | None
+) -> None:
+    config = load_config("demo", ["epochs=4", *settings.split()])
+    warnings = [*_schedule_warnings(config), *_idle_settings(config)]
+    assert len(warnings) == (words is not None)
+    assert all(words in warning for warning in warnings if words)
 
 
 @pytest.mark.parametrize(

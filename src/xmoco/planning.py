@@ -21,7 +21,7 @@ from xmoco.auto import (
     images_per_second,
     look_at,
 )
-from xmoco.config import Config, ModelConfig, RunConfig, WeakAugmentationConfig
+from xmoco.config import Config, ModelConfig, RunConfig
 from xmoco.data import ImageSet, open_images
 from xmoco.data.batches import batches_per_epoch, equal_share
 from xmoco.data.sources import is_path
@@ -40,6 +40,23 @@ from xmoco.train.engine import build_fabric, on_first, processes_of
 
 FEW_IMAGES = 100
 """Fewer are likely a mistake: no recipe was tried with so few."""
+
+BEGINNINGS = (
+    ("freeze_prototypes_epochs", "prototypes", "prototypes do not move for"),
+    ("queue_from_epoch", "queue_length", "the queue takes no part for"),
+    ("consistency_warmup_epochs", "consistency_weight", "the weight of consistency rises for"),
+    ("agreement_warmup_epochs", "agreement_weight", "the weight of agreement rises for"),
+)
+"""Settings of a method that end the beginning of training, each with one that is 0 where it does
+not matter, and what the beginning is like."""
+
+WEIGHTS = {
+    "teacher": ("label_weight", "consistency_weight"),
+    "positive_mass_end": ("label_weight",),
+    "consistency_warmup_epochs": ("consistency_weight",),
+    "agreement_warmup_epochs": ("agreement_weight",),
+}
+"""Settings that have no effect where all of these weights are 0."""
 
 
 def show_plan(
@@ -263,6 +280,7 @@ def about(
         *_few_images(len(images)),
         *method.warnings(len(images)),
         *_schedule_warnings(config),
+        *_idle_settings(config),
         *_process_warnings(config, fabric),
     ]
     yield from (f"warning: {warning}" for warning in warnings)
@@ -308,6 +326,19 @@ def _schedule_warnings(config: Config) -> Iterator[str]:
             f"the learning rate rises for {rising:g} of {epochs} epochs: set warmup_epochs, a "
             f"tenth of them is usual (warmup_epochs={epochs / 10:g})"
         )
+    for setting, weight, words in BEGINNINGS:
+        late = value_of(config, setting)
+        if late is not None and late >= epochs and value_of(config, weight):
+            yield f"{words} {late:g} of {epochs} epochs: lower {setting}"
+
+
+def _idle_settings(config: Config) -> Iterator[str]:
+    fields = type(config.method).model_fields
+    for setting, weights in WEIGHTS.items():
+        asked = setting in fields and value_of(config, setting) != fields[setting].default
+        if asked and not any(value_of(config, weight) for weight in weights):
+            verb = "is" if len(weights) == 1 else "are"
+            yield f"{setting} has no effect: {' and '.join(weights)} {verb} 0"
 
 
 def describe_views(groups: Sequence[ViewGroup]) -> str:
@@ -315,6 +346,6 @@ def describe_views(groups: Sequence[ViewGroup]) -> str:
 
 
 def _kind(group: ViewGroup) -> str:
-    if not isinstance(group.augmentation, WeakAugmentationConfig):
+    if not group.names[0].startswith("weak"):
         return ""
     return " weak one" if group.count == 1 else " weak ones"
