@@ -59,7 +59,8 @@ def lars_by_hand(
     adapt: bool,
     clip: bool = False,
 ) -> list[np.ndarray]:
-    """You, Gitman & Ginsburg's algorithm, one layer and step at a time; with ``clip``, LARC's."""
+    """You, Gitman & Ginsburg's algorithm, one layer and step at a time; with ``clip``, that of LARC
+    and of solo-learn's LARS, which leaves decay out where nothing is adapted."""
     ends = []
     for layer, start in enumerate(weights):
         weight, velocity = start.copy(), np.zeros_like(start)
@@ -67,11 +68,15 @@ def lars_by_hand(
             if gradient is None:
                 continue
             change = gradient + decay * weight
-            if adapt:
-                own, moved = np.sqrt((weight**2).sum()), np.sqrt((change**2).sum())
-                if own > 0 and moved > 0:
-                    share = trust * own / moved
-                    change = change * (min(share / rate, 1) if clip else share)
+            own, slope, moved = (np.sqrt((x**2).sum()) for x in (weight, gradient, change))
+            if adapt and clip:
+                if own > 0 and slope > 0:
+                    share = trust * own / (slope + decay * own + 1e-8)
+                    change = change * min(share / rate, 1)
+                else:
+                    change = gradient
+            elif adapt and own > 0 and moved > 0:
+                change = change * (trust * own / moved)
             velocity = momentum * velocity + change
             weight = weight - rate * velocity
         ends.append(weight)

@@ -52,7 +52,8 @@ class LARSConfig(OptimizerConfig):
     )
     clip: bool = Field(
         False,
-        description="Clip the adaptive rate at the learning rate, as in LARC.",
+        description="Whether a layer's adaptive rate takes the place of the learning rate where it "
+        "is lower, as in LARC; otherwise it multiplies the learning rate.",
     )
     decay_norms_and_biases: bool = Field(
         True,
