@@ -168,6 +168,17 @@ def test_a_plan_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not counting kNN: measured 200 images/s on random input" in said
 
 
+def test_a_plan_tells_what_is_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("train", "val", "masks"):
+        make_images(tmp_path / folder, each=4)
+    show_plan("demo", data=tmp_path, overrides=["device=cpu", "batch=8"])
+    said = capsys.readouterr().out
+    assert f"folder {tmp_path.name} (train): 16 images, 4 classes\n" in said
+    assert "passed over beside train/ and val/: masks/ (16 images)\n" in said
+
+
 def fabric_of(processes: int, device: str) -> Any:
     return SimpleNamespace(world_size=processes, device=torch.device(device))
 

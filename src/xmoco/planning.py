@@ -276,6 +276,8 @@ def about(
     millions = sum(p.numel() for p in method.encoder.parameters()) / 1e6
     labels = "no labels" if images.classes is None else f"{len(images.classes)} classes"
     yield f"{images.name}: {len(images):,} images, {labels}"
+    if images.passed_over is not None:
+        yield images.passed_over
     warnings = [
         *_few_images(len(images)),
         *method.warnings(len(images)),

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from xmoco.config import DataConfig
 from xmoco.data import ImageSet, Unreadable, UnreadableImage, decode_rgb, in_order, open_images
 from xmoco.data import shards as shards_module
 from xmoco.data.file_readers import FileReaders
+from xmoco.data.layout import split_shards
 from xmoco.data.parquet_pages import UnknownParquet, parse_page_header
+from xmoco.data.shard_index import Shard
 from xmoco.data.shards import ShardImages
 from xmoco.data.sources import open_splits, set_name
-from xmoco.data.stores import expanded
+from xmoco.data.stores import Disk, expanded
 from xmoco.errors import UserError
 
 
@@ -83,8 +86,36 @@ def test_shards_that_say_nothing_of_splits_are_for_training(tmp_path: Path) -> N
     write_tars(tmp_path / "a" / "test", "x", shards=1, first=5)
     assert_holds(opened(tmp_path / "a"), list(range(5)))
     assert_holds(opened(tmp_path / "a", "test"), list(range(5, 10)))
-    write_tars(tmp_path / "a" / "more", "x", shards=1, first=10)
-    assert len(opened(tmp_path / "a")) == 15
+
+
+def test_shards_beside_those_of_splits_are_passed_over_and_told(tmp_path: Path) -> None:
+    write_tars(tmp_path, "train", shards=1)
+    write_tars(tmp_path, "unlabeled", shards=2, first=10)
+    assert len(opened(tmp_path)) == 15  # nothing tells that there are splits
+    write_tars(tmp_path, "val", shards=1, first=5)
+    train, test = opened(tmp_path), opened(tmp_path, "test")
+    assert_holds(train, list(range(5)))
+    assert_holds(test, list(range(5, 10)))
+    told = "passed over beside train and val: unlabeled-000.tar, unlabeled-001.tar"
+    assert train.passed_over == test.passed_over == told
+
+
+def test_shards_of_one_name_in_several_folders_are_told_apart(tmp_path: Path) -> None:
+    for folder in "ab":
+        write_tars(tmp_path / folder, "train", shards=1)
+    images = opened(tmp_path)
+    assert images.where(0) == "a/train-000.tar: 000000.png"
+    assert images.where(5) == "b/train-000.tar: 000000.png"
+
+
+def test_splits_of_many_shards_are_found_at_once() -> None:
+    store = Disk([])
+    names = [f"/shards/{'train' if n % 9 else 'val'}-{n:06}.tar" for n in range(20_000)]
+    store.shards = [Shard(name, 0, "") for name in names]
+    began = time.process_time()
+    splits, others = split_shards([store.where(number) for number in range(20_000)])
+    assert time.process_time() - began < 2  # 3 minutes when every shard looked at all
+    assert (len(splits["val"]), len(splits["train"]), others) == (2223, 17777, [])
 
 
 def test_by_a_pattern(tmp_path: Path) -> None:

@@ -8,11 +8,10 @@ testing is told by their names, what images show by files or columns beside them
 
 import hashlib
 import os
-import re
 import subprocess
 import tempfile
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -28,7 +27,13 @@ from torch import Tensor
 from xmoco.data import tar_scanner
 from xmoco.data.decode import EncodedImage, ImageFile, UnreadableImage, decode_rgb
 from xmoco.data.imagesets import ImageSet
-from xmoco.data.layout import TEST_FOLDERS, TRAIN_FOLDER, LabelRule, split_of, unknown_class
+from xmoco.data.layout import (
+    TRAIN_FOLDER,
+    LabelRule,
+    passed_over,
+    split_shards,
+    unknown_class,
+)
 from xmoco.data.parquet_pages import UnknownParquet, scan_parquet, value_of
 from xmoco.data.processes import command
 from xmoco.data.shard_index import ShardIndex, build_index, index_of, locked
@@ -131,31 +136,22 @@ class ShardSource:
         self.index = _open_index(store, kinds.pop())
         if not len(self.index):
             raise UserError(f"there are no images in {self.name}.")
-
-    def splits(self) -> dict[str, list[int]]:
-        """Numbers of shards by split, ``train`` first: told by words in their names, if those of
-        all are known; else all are for training."""
-        found: dict[str, list[int]] = {TRAIN_FOLDER: []}
-        for number, shard in enumerate(self.store.shards):
-            words = set(
-                map(split_of, re.split(r"[^a-z]+", _below_top(self.store, shard.name).lower()))
-            )
-            split = next((word for word in (TRAIN_FOLDER, *TEST_FOLDERS) if word in words), None)
-            found.setdefault(split or "", []).append(number)
-        if "" in found or not found[TRAIN_FOLDER]:
-            return {TRAIN_FOLDER: list(range(len(self.store.shards)))}
-        return found
+        self.splits, others = split_shards([store.where(n) for n in range(len(store.shards))])
+        """Numbers of shards by split, ``train`` first."""
+        self._passed_over = passed_over(Counter(map(store.where, others)), self.splits)
 
     def images(self, split: str, rule: LabelRule, short_side: int) -> ShardImages | None:
-        splits = self.splits()
-        if split not in splits:
+        if split not in self.splits:
             return None
-        name = f"{self.name} ({split})" if len(splits) > 1 else self.name
-        chosen = self._stretches(splits[split])
+        name = f"{self.name} ({split})" if len(self.splits) > 1 else self.name
+        chosen = self._stretches(self.splits[split])
         labels, classes = None, None
         if self.index.classes is not None and rule != "none":
-            classes, labels = self._labels(chosen, self._stretches(splits[TRAIN_FOLDER]), split)
-        return ShardImages(name, self.store, self.index, chosen, labels, classes, short_side)
+            train = self._stretches(self.splits[TRAIN_FOLDER])
+            classes, labels = self._labels(chosen, train, split)
+        images = ShardImages(name, self.store, self.index, chosen, labels, classes, short_side)
+        images.passed_over = self._passed_over
+        return images
 
     def _stretches(self, shards: list[int]) -> list[range]:
         """The images of some shards; neighbours are one stretch."""
@@ -188,12 +184,6 @@ class ShardSource:
 
 def local_shards(folder: Path, names: list[str]) -> ShardSource:
     return ShardSource(folder.resolve().name, Disk([str(folder / name) for name in names]))
-
-
-def _below_top(store: Store, name: str) -> str:
-    """A shard's name without the folders that all have in common."""
-    top = os.path.commonpath([os.path.dirname(shard.name) for shard in store.shards])  # noqa: PTH120
-    return name.removeprefix(top)
 
 
 def _open_index(store: Store, kind: str) -> ShardIndex:

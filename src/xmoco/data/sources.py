@@ -19,6 +19,7 @@ from xmoco.data.label_file import LABEL_FILE, classes_in, label_matrix, read_lab
 from xmoco.data.layout import (
     TEST_FOLDERS,
     LabelRule,
+    SplitFolders,
     labels_of,
     split_folders,
     split_of,
@@ -86,34 +87,31 @@ def open_images(data: DataConfig, split: Literal["train", "test"]) -> ImageSet |
         return open_torchvision(data, data.source.removeprefix(TORCHVISION), split)
     files = _files_of(data.source)
     if isinstance(files, ShardSource):
-        beside = [name for name in TEST_FOLDERS if name in files.splits()]
+        beside = [name for name in TEST_FOLDERS if name in files.splits]
         chosen = split if split == "train" else next(iter(beside), split)
         return files.images(chosen, data.labels, data.short_side)
-    train, beside = split_folders(files.paths)
+    beside = files.folders.beside
     if split == "train":
-        return files.split(data, train, train, f"{files.name} (train)" if beside else files.name)
+        name = f"{files.name} (train)" if beside else files.name
+        return files.split(data, files.folders.train, name)
     if not beside:
         return None
     folder = beside[0].split("/")[-2]
-    return files.split(data, train, beside[0], f"{files.name} ({folder})")
+    return files.split(data, beside[0], f"{files.name} ({folder})")
 
 
 def open_splits(data: DataConfig) -> dict[str, ImageSet]:
-    """All splits of a folder or an archive, by what their folders mean: ``train`` comes first.
-
-    Folders beside them, of masks perhaps, are passed over.
-    """
+    """All splits of a folder or an archive, by what their folders mean: ``train`` comes first."""
     files = _files_of(data.source)
     if isinstance(files, ShardSource):
         opened = {
-            split: files.images(split, data.labels, data.short_side) for split in files.splits()
+            split: files.images(split, data.labels, data.short_side) for split in files.splits
         }
         return {split: images for split, images in opened.items() if images is not None}
-    train, beside = split_folders(files.paths, pass_over_others=True)
-    folders = {split_of(folder.split("/")[-2]) or "": folder for folder in beside}
+    tests = {split_of(folder.split("/")[-2]) or "": folder for folder in files.folders.beside}
     return {
-        split: files.split(data, train, folder, f"{files.name} ({split})")
-        for split, folder in {"train": train, **folders}.items()
+        split: files.split(data, folder, f"{files.name} ({split})")
+        for split, folder in {"train": files.folders.train, **tests}.items()
     }
 
 
@@ -176,6 +174,7 @@ class _Files:
     name: str
     tree: Tree
     paths: list[str]
+    folders: SplitFolders
 
     @classmethod
     def of(cls, source: Path, tree: Tree, paths: list[str]) -> "_Files":
@@ -185,13 +184,14 @@ class _Files:
                 f"there are no images in {printable(str(source))}; looked for files ending in "
                 f"{', '.join(IMAGE_EXTENSIONS)}."
             )
-        return cls(f"{kind} {printable(source.resolve().name)}", tree, paths)
+        name = f"{kind} {printable(source.resolve().name)}"
+        return cls(name, tree, paths, split_folders(paths))
 
-    def split(self, data: DataConfig, train: str, folder: str, name: str) -> ImageSet:
-        """The images in ``folder``; what classes there are is told by the folder ``train``."""
+    def split(self, data: DataConfig, folder: str, name: str) -> ImageSet:
+        """The images in ``folder``; what classes there are is told by the training split."""
         chosen = self._inside(folder)
-        labels, classes = self._labels(data.labels, train, folder, chosen)
-        return EncodedImages(
+        labels, classes = self._labels(data.labels, folder, chosen)
+        images = EncodedImages(
             name,
             self.tree,
             [folder + path for path in chosen],
@@ -199,14 +199,17 @@ class _Files:
             None if classes is None else tuple(map(printable, classes)),
             data.short_side,
         )
+        images.passed_over = self.folders.passed_over(self.paths)
+        return images
 
     def _inside(self, folder: str) -> list[str]:
         return [path.removeprefix(folder) for path in self.paths if path.startswith(folder)]
 
     def _labels(
-        self, rule: LabelRule, train: str, folder: str, chosen: list[str]
+        self, rule: LabelRule, folder: str, chosen: list[str]
     ) -> tuple[Tensor | None, tuple[str, ...] | None]:
         """Labels and classes by the label file of the training split, or by its folders."""
+        train = self.folders.train
         known = read_label_file(self.tree, train) if rule == "auto" else None
         if known is None:
             classes = train_classes(self._inside(train), rule)

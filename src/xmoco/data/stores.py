@@ -9,10 +9,12 @@ fails for a while.
 import asyncio
 import itertools
 import math
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +43,12 @@ class Store(ABC):
 
     shards: list[Shard]
 
+    @cached_property
+    def _top(self) -> str:
+        """The folders that all shards have in common."""
+        top = os.path.commonpath([os.path.dirname(shard.name) for shard in self.shards])  # noqa: PTH120
+        return os.path.join(top, "")  # noqa: PTH118
+
     @abstractmethod
     def read(self, shard: int, offset: int, length: int) -> bytes:
         """Raises an ``OSError`` where the bytes are not there any more."""
@@ -53,9 +61,9 @@ class Store(ABC):
         """Where the bytes are on disk, if they are."""
         return None
 
-    @abstractmethod
     def where(self, shard: int) -> str:
-        """How to find a shard, for messages."""
+        """A shard's path below the folders that all have in common, which tells it from others."""
+        return self.shards[shard].name.removeprefix(self._top)
 
 
 def _given_or_raised(store: Store, place: tuple[int, int, int]) -> bytes | OSError:
@@ -80,9 +88,6 @@ class Disk(Store):
 
     def place(self, shard: int, offset: int, length: int) -> Place:
         return Place(self.shards[shard].name, offset, length)
-
-    def where(self, shard: int) -> str:
-        return Path(self.shards[shard].name).name
 
 
 class Distant(Store):
@@ -150,9 +155,6 @@ class Distant(Store):
         if len(content) < length:
             return OSError(f"{self.where(shard)} is shorter than it was")
         return content.to_bytes()
-
-    def where(self, shard: int) -> str:
-        return self.shards[shard].name.rpartition("/")[2]
 
 
 def is_distant(source: str) -> bool:

@@ -24,6 +24,7 @@ class Subset(ImageSet):
         self.name = images.name
         self.labels = None if images.labels is None else images.labels[positions]
         self.classes = images.classes
+        self.passed_over = images.passed_over
         self._images = images
         self._positions = positions.tolist()
 
