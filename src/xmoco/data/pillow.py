@@ -35,7 +35,7 @@ FORMATS = (
     *("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"),
     *("AVIF", "JPEG2000", "TGA", "PPM"),
 )
-"""By Pillow's names; all that may stand behind ``trees.IMAGE_EXTENSIONS``."""
+"""By Pillow's names; all that may stand behind ``names.IMAGE_EXTENSIONS``."""
 
 MOST_PIXELS = 2**27
 """Of an image as it is decoded, a JPEG perhaps at a fraction of its size; and of all images that
