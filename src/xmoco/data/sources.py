@@ -115,9 +115,12 @@ def open_splits(data: DataConfig) -> dict[str, ImageSet]:
     }
 
 
-def all_pictures(source: str | Path) -> tuple[EncodedImages, list[str]]:
+def all_pictures(
+    source: str | Path, short_side: int | None = None
+) -> tuple[EncodedImages, list[str]]:
     """A picture, or all of a folder or an archive, whatever their folders mean; and their paths in
-    it. What is there is meant, though it be called as a set is."""
+    it. What is there is meant, though it be called as a set is. Without ``short_side`` they keep
+    their full size."""
     known = not is_path(str(source)) or is_distant(str(source))
     if known and not os.path.exists(source):  # noqa: PTH110
         raise UserError(
@@ -133,7 +136,7 @@ def all_pictures(source: str | Path) -> tuple[EncodedImages, list[str]]:
         paths = tree.images()
     if not paths:
         raise UserError(f"there are no images in {printable(str(path))}.")
-    return EncodedImages(str(source), tree, paths, None, None, None), paths
+    return EncodedImages(str(source), tree, paths, None, None, short_side), paths
 
 
 def existing_path(source: str, other_names: Iterable[str] = ()) -> Path:
