@@ -1,12 +1,15 @@
 """Images in shards: found, labelled, read and indexed; what is wrong with them is said."""
 
+import asyncio
 import os
 import random
 import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -450,3 +453,72 @@ def test_nothing_but_the_standard_library_is_imported_to_scan() -> None:
     )
     done = subprocess.run([*command[:-1], program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+needs_obstore = pytest.mark.skipif(find_spec("obstore") is None, reason="needs obstore")
+
+
+@needs_obstore
+def test_shards_of_one_name_at_several_addresses_have_an_index_each(
+    tmp_path: Path, cache: Path
+) -> None:
+    for first, folder in enumerate("ab"):
+        write_tars(tmp_path / folder, "train", shards=1, first=5 * first)
+    for first, folder in enumerate("ab"):
+        images = opened(f"file://{tmp_path}/{folder}/train-{{000..000}}.tar")
+        assert_holds(images, list(range(5 * first, 5 * first + 5)))
+        assert images.where(0).startswith("train-000.tar: ")
+    assert len(list(cache.glob("*.index"))) == 2
+
+
+def test_shards_named_from_several_folders_have_an_index_each(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for first, folder in enumerate("ab"):
+        write_tars(tmp_path / folder / "shards", "train", shards=1, first=5 * first)
+        monkeypatch.chdir(tmp_path / folder)
+        assert_holds(opened("shards"), list(range(5 * first, 5 * first + 5)))
+    assert len(list(cache.glob("*.index"))) == 2
+
+
+@needs_obstore
+def test_distant_shards_that_are_named_are_asked_for_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import obstore
+
+    write_tars(tmp_path, "train", shards=4)
+    together, head = threading.Barrier(4), obstore.head
+
+    def asked(store: Any, name: str) -> Any:
+        together.wait(timeout=10)
+        return head(store, name)
+
+    monkeypatch.setattr(obstore, "head", asked)
+    assert_holds(opened(f"file://{tmp_path}/train-{{000..003}}.tar"), list(range(20)))
+    monkeypatch.setattr(obstore, "head", head)
+    assert "train-004.tar" in refused(f"file://{tmp_path}/train-{{003..009}}.tar")
+
+
+@needs_obstore
+def test_distant_shards_are_read_where_an_event_loop_runs(tmp_path: Path) -> None:
+    write_tars(tmp_path, "train", shards=1)
+
+    async def as_in_a_notebook() -> None:
+        assert_holds(opened(f"file://{tmp_path}"), list(range(5)))
+
+    asyncio.run(as_in_a_notebook())
+
+
+def test_who_is_at_home_nowhere_keeps_indexes_among_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    write_tars(tmp_path / "shards", "train", shards=1)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nowhere)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert_holds(opened(tmp_path / "shards"), list(range(5)))
+    assert list(tmp_path.glob("xmoco-index-*/*.index"))

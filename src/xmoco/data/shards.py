@@ -208,12 +208,12 @@ def _build_if_needed(store: Store, kind: str) -> Path:
 def _folder() -> Path:
     """Where indexes are kept; the folder may be deleted at any time."""
     caches = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(caches) if caches else Path.home() / ".cache") / "xmoco" / "index"
     try:
+        folder = (Path(caches) if caches else Path.home() / ".cache") / "xmoco" / "index"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: nothing tells where this user is at home
         pass
     other = Path(tempfile.gettempdir()) / f"xmoco-index-{os.getuid() if os.name == 'posix' else ''}"
     other.mkdir(mode=0o700, exist_ok=True)
