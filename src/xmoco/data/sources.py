@@ -15,7 +15,7 @@ from torch import Tensor
 
 from xmoco.config import DataConfig
 from xmoco.data.imagesets import ArrayImages, EncodedImages, ImageSet
-from xmoco.data.label_file import LABEL_FILE, classes_in, label_matrix, read_label_file
+from xmoco.data.label_file import classes_in, label_matrix, read_label_file
 from xmoco.data.layout import (
     TEST_FOLDERS,
     LabelRule,
@@ -218,8 +218,6 @@ class _Files:
             classes = train_classes(self._inside(train), rule)
             split = "training" if folder == train else folder.split("/")[-2]
             return labels_of(chosen, classes, rule, split), classes
-        classes = classes_in(known, self.tree.where(train + LABEL_FILE))
+        classes = classes_in(known)
         here = known if folder == train else read_label_file(self.tree, folder)
-        if here is None:
-            return None, classes
-        return label_matrix(here, chosen, classes, self.tree.where(folder + LABEL_FILE)), classes
+        return None if here is None else label_matrix(here, chosen, classes), classes
