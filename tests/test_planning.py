@@ -23,7 +23,7 @@ from helpers import (
 from xmoco.auto import Situation, duration
 from xmoco.config import Config
 from xmoco.config.optimizers import AdamWConfig
-from xmoco.data import ArrayImages
+from xmoco.data import ArrayImages, trees
 from xmoco.errors import UserError
 from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
@@ -61,6 +61,16 @@ def test_auto_says_what_it_chose_and_why(
     assert config.method.model_dump()["bank_length"] == 80  # half of the images
     assert "steps will take about" in said
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_images_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    listed = trees._files_below
+    monkeypatch.setattr(
+        trees, "_files_below", lambda top, endings: looked.append(top) or listed(top, endings)
+    )
+    show_plan(data=make_images(tmp_path / "photos", each=40), overrides=["device=cpu", "batch=20"])
+    assert looked == [str(tmp_path / "photos")]
 
 
 def test_auto_tells_of_views_that_suit_a_gpu(

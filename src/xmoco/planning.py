@@ -24,7 +24,7 @@ from xmoco.auto import (
 from xmoco.config import Config, ModelConfig, RunConfig
 from xmoco.data import ImageSet, open_images
 from xmoco.data.batches import batches_per_epoch, equal_share
-from xmoco.data.sources import is_path
+from xmoco.data.sources import is_path, opened_once
 from xmoco.data.stores import has_pattern, is_distant
 from xmoco.data.views import ViewGroup
 from xmoco.errors import UserError
@@ -59,6 +59,7 @@ WEIGHTS = {
 """Settings that have no effect where all of these weights are 0."""
 
 
+@opened_once()
 def show_plan(
     recipe: str | Path | None = None,
     *,

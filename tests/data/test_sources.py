@@ -28,6 +28,7 @@ from xmoco.data.sources import (
     ImageSet,
     open_images,
     open_splits,
+    opened_once,
     set_name,
     source_name,
 )
@@ -706,3 +707,29 @@ def test_training_and_evaluation_name_a_source_alike(tmp_path: Path) -> None:
     assert work_name(config) == "my.photos-tiny-6ep"
     for program in (pretraining, classification):
         assert vars(program)["source_name"] is source_name
+
+
+def test_a_source_is_opened_once_while_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder(tmp_path / "set", {"train/1.png": png(1), "val/2.png": png(2)})
+    archive = write_tar(
+        tmp_path / "set.tar.xz", {"train/1.png": png(1), "val/2.png": png(2)}, "w:xz"
+    )
+    looked: list[str] = []
+
+    def watched(name: str) -> None:
+        original = getattr(trees, name)
+        monkeypatch.setattr(trees, name, lambda *given: looked.append(name) or original(*given))
+
+    watched("_files_below")
+    watched("_decompressed")
+    with opened_once(), opened_once():
+        for source in (folder, archive):
+            for _ in range(2):
+                assert colours(opened(source)) == [1]
+                assert colours(opened(source, "test")) == [2]
+    assert looked == ["_files_below", "_decompressed"]
+    write_folder(folder, {"train/3.png": png(3)})
+    assert len(opened(folder)) == 2
+    assert len(looked) == 3

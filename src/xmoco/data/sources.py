@@ -6,7 +6,9 @@ expected to look.
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -40,6 +42,7 @@ __all__ = [
     "all_pictures",
     "open_images",
     "open_splits",
+    "opened_once",
 ]
 
 TORCHVISION = "torchvision:"
@@ -85,7 +88,7 @@ def open_images(data: DataConfig, split: Literal["train", "test"]) -> ImageSet |
         return ArrayImages(f"patterns ({split})", pixels, labels, classes)
     if data.source.startswith(TORCHVISION):
         return open_torchvision(data, data.source.removeprefix(TORCHVISION), split)
-    files = _files_of(data.source)
+    files = _opened(data.source)
     if isinstance(files, ShardSource):
         beside = [name for name in TEST_FOLDERS if name in files.splits]
         chosen = split if split == "train" else next(iter(beside), split)
@@ -102,7 +105,7 @@ def open_images(data: DataConfig, split: Literal["train", "test"]) -> ImageSet |
 
 def open_splits(data: DataConfig) -> dict[str, ImageSet]:
     """All splits of a folder or an archive, by what their folders mean: ``train`` comes first."""
-    files = _files_of(data.source)
+    files = _opened(data.source)
     if isinstance(files, ShardSource):
         opened = {
             split: files.images(split, data.labels, data.short_side) for split in files.splits
@@ -153,6 +156,32 @@ def existing_path(source: str, other_names: Iterable[str] = ()) -> Path:
     return path
 
 
+_kept: ContextVar[dict[str, "_Files | ShardSource"] | None] = ContextVar("kept", default=None)
+
+
+@contextmanager
+def opened_once() -> Iterator[None]:
+    """While it lasts, a source is listed or decompressed once, however often it is opened; what is
+    put there meanwhile is not seen."""
+    if _kept.get() is not None:
+        yield
+        return
+    before = _kept.set({})
+    try:
+        yield
+    finally:
+        _kept.reset(before)
+
+
+def _opened(source: str) -> "_Files | ShardSource":
+    kept = _kept.get()
+    if kept is None:
+        return _files_of(source)
+    if source not in kept:
+        kept[source] = _files_of(source)
+    return kept[source]
+
+
 def _files_of(source: str) -> "_Files | ShardSource":
     """What a folder, an archive or shards hold."""
     if is_distant(source):
@@ -192,12 +221,11 @@ class _Files:
 
     def split(self, data: DataConfig, folder: str, name: str) -> ImageSet:
         """The images in ``folder``; what classes there are is told by the training split."""
-        chosen = self._inside(folder)
-        labels, classes = self._labels(data.labels, folder, chosen)
+        labels, classes = self._labels(data.labels, folder)
         images = EncodedImages(
             name,
             self.tree,
-            [folder + path for path in chosen],
+            [path for path in self.paths if path.startswith(folder)],
             labels,
             None if classes is None else tuple(map(printable, classes)),
             data.short_side,
@@ -208,11 +236,9 @@ class _Files:
     def _inside(self, folder: str) -> list[str]:
         return [path.removeprefix(folder) for path in self.paths if path.startswith(folder)]
 
-    def _labels(
-        self, rule: LabelRule, folder: str, chosen: list[str]
-    ) -> tuple[Tensor | None, tuple[str, ...] | None]:
+    def _labels(self, rule: LabelRule, folder: str) -> tuple[Tensor | None, tuple[str, ...] | None]:
         """Labels and classes by the label file of the training split, or by its folders."""
-        train = self.folders.train
+        train, chosen = self.folders.train, self._inside(folder)
         known = read_label_file(self.tree, train) if rule == "auto" else None
         if known is None:
             classes = train_classes(self._inside(train), rule)

@@ -14,6 +14,7 @@ from xmoco.config import DataConfig, InputConfig
 from xmoco.data import ImageSet, Unreadable, open_images
 from xmoco.data.fingerprint import tensors_digest
 from xmoco.data.layout import labels_needed
+from xmoco.data.sources import opened_once
 from xmoco.data.transfer_sets import check_classes
 from xmoco.errors import UserError
 from xmoco.evaluate.cache import cached_features
@@ -286,6 +287,7 @@ def tell_what_is_passed_over(images: ImageSet, listener: Listener) -> None:
         listener.say(f"{images.name}: {images.passed_over}.")
 
 
+@opened_once()
 def labelled_splits_of(data: DataConfig) -> tuple[ImageSet, ImageSet | None]:
     """The same, of a run's images."""
     with labels_needed():
