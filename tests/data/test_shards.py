@@ -384,6 +384,30 @@ def test_parquet_without_labels_or_with_plain_bytes(tmp_path: Path) -> None:
     assert opened(tmp_path / "b.parquet").where(1) == "b.parquet: row 1"
 
 
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_parquet_without_statistics(tmp_path: Path, version: str) -> None:
+    images = [picture(number) for number in range(200)]
+    options = {"write_statistics": False, "data_page_version": version, "row_group_size": 70}
+    write_parquet(tmp_path / "a.parquet", images, **options)
+    assert_holds(opened(tmp_path / "a.parquet"), list(range(200)))
+    images[190] = None  # type: ignore[call-overload]
+    write_parquet(tmp_path / "b.parquet", images, **options)
+    assert "image.bytes has rows without an image" in refused(tmp_path / "b.parquet")
+
+
+def test_parquet_without_rows(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    write_parquet(tmp_path / "1.parquet", [picture(0)], ["cat"])
+    write_parquet(tmp_path / "3.parquet", [picture(1)], ["dog"])
+    none = pq.read_table(tmp_path / "1.parquet").slice(0, 0)
+    pq.write_table(none, tmp_path / "2.parquet")
+    images = opened(tmp_path)
+    assert_holds(images, [0, 1])
+    assert images.classes == ("cat", "dog")
+    assert refused(tmp_path / "2.parquet") == "there are no images in shards 2."
+
+
 def test_parquet_that_holds_no_images_is_told_of(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
