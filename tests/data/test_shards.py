@@ -20,7 +20,16 @@ from hypothesis import strategies as st
 from shard_files import picture, samples, tar_of, write_parquet, write_tars
 
 from xmoco.config import DataConfig
-from xmoco.data import ImageSet, Unreadable, UnreadableImage, decode_rgb, in_order, open_images
+from xmoco.data import (
+    ImageSet,
+    Unreadable,
+    UnreadableImage,
+    decode_rgb,
+    in_order,
+    open_images,
+    processes,
+    tar_scanner,
+)
 from xmoco.data import shards as shards_module
 from xmoco.data.file_readers import FileReaders
 from xmoco.data.layout import split_shards
@@ -263,19 +272,35 @@ def test_where_nothing_can_be_kept_it_works_all_the_same(
     assert_holds(opened(folder), list(range(5)))
 
 
-def test_scanners_are_small_and_as_many_as_there_are_cores(tmp_path: Path) -> None:
+def test_scanners_are_small_and_no_more_than_there_are_shards(tmp_path: Path) -> None:
     """They import nothing but the standard library, so they start at once."""
-    scanners = shards_module._TarScanners(2)
+    scanners = shards_module._TarScanners()
     try:
-        maps = [Path(f"/proc/{process.pid}/status") for process in scanners._all]
         write_tars(tmp_path, "train", shards=1)
-        found = scanners.scan(str(tmp_path / "train-000.tar"))
-        assert list(found.name_lengths) == [len("000000.png")] * 5
-        if maps[0].exists():
-            peaks = [line for line in maps[0].read_text().splitlines() if "VmHWM" in line]
+        for _ in range(3):
+            found = scanners.scan(str(tmp_path / "train-000.tar"))
+            assert list(found.name_lengths) == [len("000000.png")] * 5
+        (process,) = scanners._all
+        told = Path(f"/proc/{process._process.pid}/status")
+        if told.exists():
+            peaks = [line for line in told.read_text().splitlines() if "VmHWM" in line]
             assert int(peaks[0].split()[1]) < 40_000  # kB
+        assert os.getsid(process._process.pid) != os.getsid(0)  # Ctrl-C is not for it
     finally:
         scanners.close()
+
+
+def test_where_a_scanner_fails_shards_are_scanned_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tars(tmp_path, "train", shards=3)
+
+    def cannot(*_: Any) -> None:
+        raise OSError("no process for you")
+
+    monkeypatch.setattr(processes, "Process", cannot)
+    with pytest.warns(RuntimeWarning, match=r"to index shards failed \(no process for you\)"):
+        assert_holds(opened(tmp_path), list(range(15)))
 
 
 @settings(
@@ -468,14 +493,11 @@ def test_subsets_of_shards_are_read_as_fast(tmp_path: Path) -> None:
 
 
 def test_nothing_but_the_standard_library_is_imported_to_scan() -> None:
-    scanners = shards_module._TarScanners(1)
-    (command,) = [process.args for process in scanners._all]
-    scanners.close()
-    assert isinstance(command, list)
-    program = command[-1].replace(
+    program = processes.command(tar_scanner)
+    program[-1] = program[-1].replace(
         "main()", "print('torch' in sys.modules or 'numpy' in sys.modules)"
     )
-    done = subprocess.run([*command[:-1], program], capture_output=True, text=True, check=True)
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 

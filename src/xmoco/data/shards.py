@@ -8,17 +8,15 @@ testing is told by their names, what images show by files or columns beside them
 
 import hashlib
 import os
-import subprocess
 import tempfile
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from queue import SimpleQueue
-from typing import IO, cast
 
 import numpy as np
 import torch
@@ -35,11 +33,12 @@ from xmoco.data.layout import (
     unknown_class,
 )
 from xmoco.data.parquet_pages import UnknownParquet, scan_parquet, value_of
-from xmoco.data.processes import command
+from xmoco.data.processes import Process, Processes
 from xmoco.data.shard_index import ShardIndex, build_index, index_of, locked
 from xmoco.data.stores import ENDINGS, Disk, Distant, Store, read_ahead
 from xmoco.data.tar_members import DamagedArchive
-from xmoco.data.tar_scanner import Scanned, read_scanned, scan_tar
+from xmoco.data.tar_scanner import Scanned, of_pieces, scan_tar, scan_tar_file
+from xmoco.data.wire import packed, send, unpacked
 from xmoco.distributed import first_on_machine
 from xmoco.errors import UserError
 from xmoco.text import printable
@@ -222,13 +221,13 @@ def _folder() -> Path:
 
 def scanned(store: Store, kind: str) -> Iterator[Scanned]:
     """What is in every shard, in their order, found by as many cores as there are."""
-    if kind == "tar" and isinstance(store, Disk) and os.name == "posix":
-        with closing(_TarScanners(os.cpu_count() or 1)) as scanners:
-            yield from _each(store, lambda n: scanners.scan(store.shards[n].name), scanners.count)
-        return
-    scan = scan_tar if kind == "tar" else scan_parquet
     # What a thread holds is some ten megabytes: on a disk, more threads than cores only cost these.
     at_once = SCANNED_AT_ONCE if isinstance(store, Distant) else os.cpu_count() or 1
+    if kind == "tar" and isinstance(store, Disk):
+        with closing(_TarScanners()) as scanners:
+            yield from _each(store, lambda n: scanners.scan(store.shards[n].name), at_once)
+        return
+    scan = scan_tar if kind == "tar" else scan_parquet
     yield from _each(store, lambda n: scan(read_ahead(store, n), store.shards[n].size), at_once)
 
 
@@ -250,39 +249,27 @@ def _each(store: Store, scan: Callable[[int], Scanned], at_once: int) -> Iterato
 def _result(store: Store, number: int, scan: Future[Scanned]) -> Scanned:
     try:
         return scan.result()
-    except (OSError, EOFError, DamagedArchive, UnknownParquet) as error:
+    except (OSError, DamagedArchive, UnknownParquet) as error:
         shard = store.shards[number].name
         kind = "tar archive" if shard.lower().endswith("tar") else "Parquet file of images"
         reason = printable(str(error).rstrip("."))
         raise UserError(f"{printable(shard)} is no whole {kind}: {reason}.") from None
 
 
-class _TarScanners:
-    """Processes that scan tar files. They import the standard library only, which makes them small
-    and quick to start."""
+class _TarScanners(Processes):
+    """Small processes that scan tar files. Where one fails, this one scans from then on."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
-        self._all = [self._start() for _ in range(count)]
-        for process in self._all:
-            self._idle.put(process)
-
-    @staticmethod
-    def _start() -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(command(tar_scanner), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def __init__(self) -> None:
+        super().__init__(tar_scanner, "index shards")
 
     def scan(self, path: str) -> Scanned:
-        process = self._idle.get()
-        try:
-            cast(IO[bytes], process.stdin).write(os.fsencode(path).hex().encode() + b"\n")
-            cast(IO[bytes], process.stdin).flush()
-            return read_scanned(cast(IO[bytes], process.stdout))
-        finally:
-            self._idle.put(process)
+        pieces = self.ask(partial(_scanned_there, path))
+        return scan_tar_file(path) if pieces is None else of_pieces(pieces)
 
-    def close(self) -> None:
-        for process in self._all:
-            cast(IO[bytes], process.stdin).close()
-            cast(IO[bytes], process.stdout).close()
-            process.wait()
+
+def _scanned_there(path: str, process: Process) -> list[bytes]:
+    name = os.fsencode(path)
+    send(process.connection, [packed([len(name)]), name])
+    (count,) = unpacked(process.receive(8))
+    lengths = unpacked(process.receive(8 * count))
+    return [bytes(process.receive(length)) for length in lengths]
