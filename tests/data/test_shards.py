@@ -38,7 +38,10 @@ from xmoco.data.shard_index import Shard
 from xmoco.data.shards import ShardImages
 from xmoco.data.sources import open_splits, set_name
 from xmoco.data.stores import Disk, expanded
+from xmoco.data.transfer_sets import open_transfer_set
 from xmoco.errors import UserError
+
+needs_obstore = pytest.mark.skipif(find_spec("obstore") is None, reason="needs obstore")
 
 
 @pytest.fixture(autouse=True)
@@ -172,6 +175,27 @@ def test_a_pattern_without_end_is_refused() -> None:
 )
 def test_what_shards_are_called(source: str, name: str) -> None:
     assert set_name(source) == name
+
+
+def test_a_folder_whose_name_looks_like_a_pattern(tmp_path: Path) -> None:
+    folder = write_tars(tmp_path / "set{1}", "train", shards=1)
+    assert set_name(folder) == "set{1}"
+    assert opened(folder).name == "shards set{1}"
+
+
+@pytest.mark.parametrize("scheme", ["", pytest.param("file://", marks=needs_obstore)])
+def test_transfer_takes_shards_by_a_pattern_or_a_url(tmp_path: Path, scheme: str) -> None:
+    for first, split in enumerate(("train", "val", "test")):
+        write_tars(tmp_path / "birds", split, shards=1, first=5 * first)
+    pattern = f"{scheme}{tmp_path}/birds/{{train,val,test}}-000.tar"
+    found = open_transfer_set(pattern)
+    assert found.name == "images"
+    for first, images in enumerate((found.train, found.validation, found.test)):
+        assert_holds(images, list(range(5 * first, 5 * first + 5)))
+    whole = open_transfer_set(f"{scheme}{tmp_path}/birds")
+    assert whole.name == "birds"
+    for first, images in enumerate((whole.train, whole.validation, whole.test)):
+        assert_holds(images, list(range(5 * first, 5 * first + 5)))
 
 
 def test_folders_inside_are_classes_where_nothing_else_is(tmp_path: Path) -> None:
@@ -499,9 +523,6 @@ def test_nothing_but_the_standard_library_is_imported_to_scan() -> None:
     )
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
-
-
-needs_obstore = pytest.mark.skipif(find_spec("obstore") is None, reason="needs obstore")
 
 
 @needs_obstore

@@ -122,17 +122,19 @@ def _part_of(path: str, top: str) -> str:
 
 
 def split_shards(names: list[str]) -> tuple[dict[str, list[int]], list[int]]:
-    """Positions of shards by split, ``train`` first, told by words in their names; and of those
-    that are passed over. Without ``train`` and another split, all are for training."""
-    found: dict[str, list[int]] = {TRAIN_FOLDER: []}
+    """Positions of shards by split, ``train`` first and then ``TEST_FOLDERS``, told by words in
+    their names; and of those that are passed over. Without ``train`` and another split, all are
+    for training."""
+    splits: dict[str, list[int]] = {split: [] for split in (TRAIN_FOLDER, *TEST_FOLDERS)}
     others: list[int] = []
     for number, name in enumerate(names):
         words = set(map(split_of, re.split(r"[^a-z]+", name.lower())))
-        split = next((word for word in (TRAIN_FOLDER, *TEST_FOLDERS) if word in words), None)
-        (others if split is None else found.setdefault(split, [])).append(number)
-    if not found[TRAIN_FOLDER] or len(found) == 1:
+        found = next((positions for split, positions in splits.items() if split in words), others)
+        found.append(number)
+    splits = {split: positions for split, positions in splits.items() if positions}
+    if TRAIN_FOLDER not in splits or len(splits) == 1:
         return {TRAIN_FOLDER: list(range(len(names)))}, []
-    return found, others
+    return splits, others
 
 
 def passed_over(others: Counter[str], splits: Iterable[str]) -> str | None:

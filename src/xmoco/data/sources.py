@@ -54,6 +54,13 @@ def is_path(source: str) -> bool:
     return source != "patterns" and not source.startswith(TORCHVISION)
 
 
+def names_shards(source: str) -> bool:
+    """Whether shards are meant by a URL or a pattern, and not a folder or file of such a name."""
+    if is_distant(source):
+        return True
+    return has_pattern(source) and not os.path.lexists(os.path.expanduser(source))  # noqa: PTH111
+
+
 def set_name(source: str | Path) -> str:
     """What a source is called: by torchvision; or as the folder, or the archive without its ending.
 
@@ -62,7 +69,7 @@ def set_name(source: str | Path) -> str:
     """
     if not is_path(str(source)):
         return str(source).removeprefix(TORCHVISION)
-    if is_distant(str(source)) or has_pattern(str(source)):
+    if names_shards(str(source)):
         last = str(source).rstrip("/").rpartition("/")[2]
         name = re.sub(r"[-_.]*\{.*", "", ARCHIVE_ENDING.sub("", last))
         return printable(name) or "images"
@@ -186,7 +193,7 @@ def _files_of(source: str) -> "_Files | ShardSource":
     """What a folder, an archive or shards hold."""
     if is_distant(source):
         return ShardSource(set_name(source), open_distant(source))
-    if has_pattern(source) and not os.path.lexists(source):
+    if names_shards(source):
         paths = expanded(os.path.expanduser(source))  # noqa: PTH111
         return ShardSource(set_name(source), Disk(paths))
     path = existing_path(source)
