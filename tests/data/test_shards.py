@@ -133,6 +133,24 @@ def test_splits_of_many_shards_are_found_at_once() -> None:
     assert (len(splits["val"]), len(splits["train"]), others) == (2223, 17777, [])
 
 
+def test_a_single_shard_by_its_name_keeps_its_labels(tmp_path: Path) -> None:
+    write_tars(tmp_path, "train", shards=1)
+    images = opened(tmp_path / "train-000.tar")
+    assert_holds(images, list(range(5)))
+    assert images.name == "shards train-000"
+    assert images.classes == ("0", "1", "2")
+    assert images.labels is not None
+    assert images.labels.tolist() == [0, 1, 2, 0, 1]
+    some = [*samples(range(4)), ("cat/4.png", picture(4))]  # one without a label: any archive
+    (tmp_path / "photos.tar").write_bytes(tar_of(some))
+    assert opened(tmp_path / "photos.tar").name == "archive photos.tar"
+    splits = [
+        (f"{split}/{name}", content) for split in ("train", "val") for name, content in some[:8]
+    ]
+    (tmp_path / "splits.tar").write_bytes(tar_of(splits))
+    assert opened(tmp_path / "splits.tar", "test").name == "archive splits.tar (val)"
+
+
 def test_by_a_pattern(tmp_path: Path) -> None:
     write_tars(tmp_path, "train", shards=11)
     images = opened(tmp_path / "train-{001..009}.tar")

@@ -289,6 +289,22 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
     assert colours(opened(tmp_path / "set")) == [2, 1]
 
 
+def test_a_link_to_itself_leads_nowhere(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"1.png": png(1)})
+    for name in ("2.png", "round"):
+        (tmp_path / name).symlink_to(name)
+    images = opened(tmp_path)
+    assert len(images) == 2
+    with pytest.raises(UnreadableImage, match="Too many levels of symbolic links"):
+        images.read(1)
+
+
+def test_a_single_image_is_no_source(tmp_path: Path) -> None:
+    file = write_folder(tmp_path, {"a.JPG": png(1)}) / "a.JPG"
+    with pytest.raises(UserError, match=r"a\.JPG is a single image: give a folder or an archive"):
+        opened(file)
+
+
 def test_broken_files_are_unreadable_not_fatal(tmp_path: Path) -> None:
     write_folder(tmp_path, {"1.png": b"nothing", "3.png": png(3)})
     (tmp_path / "2.png").symlink_to(tmp_path / "gone")

@@ -27,7 +27,7 @@ from xmoco.data.layout import (
     split_of,
     train_classes,
 )
-from xmoco.data.names import IMAGE_EXTENSIONS, ends_in
+from xmoco.data.names import IMAGE_EXTENSIONS, LABEL_ENDING, ends_in, sample_of
 from xmoco.data.shards import ShardSource, local_shards
 from xmoco.data.stores import ENDINGS, Disk, expanded, has_pattern, is_distant, open_distant
 from xmoco.data.torchvision_sets import SPLIT_ARGUMENTS, open_torchvision
@@ -199,11 +199,26 @@ def _files_of(source: str) -> "_Files | ShardSource":
     path = existing_path(source)
     if path.suffix.lower() == ".parquet" and path.is_file():
         return ShardSource(path.stem, Disk([str(path)]))
+    if path.is_file() and ends_in(path.name, IMAGE_EXTENSIONS):
+        raise UserError(
+            f"{printable(source)} is a single image: give a folder or an archive of many."
+        )
     tree = FolderTree(path) if path.is_dir() else open_tar(path)
     images = tree.images()
     if not images and path.is_dir() and (shards := tree.files(ENDINGS)):
         return local_shards(path, shards)
+    if path.is_file() and _is_shard(tree, images):
+        return ShardSource(set_name(path), Disk([str(path)]))
     return _Files.of(path, tree, images)
+
+
+def _is_shard(archive: Tree, images: list[str]) -> bool:
+    """Whether every image has a file beside it that tells its class, by WebDataset's rule; and
+    there is nothing that only folders can tell."""
+    if not images or archive.place(images[0]) is None or split_folders(images).beside:
+        return False
+    labelled = {sample_of(path) for path in archive.files((LABEL_ENDING,))}
+    return all(sample_of(path) in labelled for path in images)
 
 
 @dataclass(frozen=True)
