@@ -200,9 +200,7 @@ def _files_of(source: str) -> "_Files | ShardSource":
     if path.suffix.lower() == ".parquet" and path.is_file():
         return ShardSource(path.stem, Disk([str(path)]))
     if path.is_file() and ends_in(path.name, IMAGE_EXTENSIONS):
-        raise UserError(
-            f"{printable(source)} is a single image: give a folder or an archive of many."
-        )
+        raise UserError(f"{printable(source)} is a single image: give a folder or an archive.")
     tree = FolderTree(path) if path.is_dir() else open_tar(path)
     images = tree.images()
     if not images and path.is_dir() and (shards := tree.files(ENDINGS)):
