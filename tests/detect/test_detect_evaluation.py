@@ -16,12 +16,16 @@ import torch
 from safetensors.torch import load_file
 from scenes import CATEGORIES, write_scenes
 from small_detectors import small_detectors
+from torch.testing import assert_close
 
 import xmoco
 from helpers import assert_done, assert_refused, metrics, run_cli, wait_until
+from xmoco.detect import prediction
 from xmoco.detect.detector_files import FILE, read_detector
 from xmoco.detect.evaluation import summary
 from xmoco.detect.models import DESIGNS
+from xmoco.detect.prediction import Sight, looked_at
+from xmoco.detect.sources import open_detection
 from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
 from xmoco.records import DetectionProtocol, Measured, read_records
@@ -99,6 +103,37 @@ def test_the_command_of_several_seeds(scenes: Path, tmp_path: Path) -> None:
     assert again.stderr.count("holds the finished detector") == 2
     rerun = read_records(file, Measured[DetectionProtocol])[len(records) :]
     assert [r.value for r in rerun] == [r.value for r in records]
+
+
+def test_what_was_trained_in_bfloat16_is_judged_in_float32(
+    scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, boxes beyond 256 px are off by pixels."""
+    judged: list[Sight] = []
+
+    def watched(*given: Any, **named: Any) -> Iterator[Sight]:
+        for sight in looked_at(*given, **named):
+            judged.append(sight)
+            yield sight
+
+    monkeypatch.setattr(prediction, "looked_at", watched)
+    xmoco.evaluate_detect(
+        "scratch:tiny",
+        scenes,
+        model="mask-rcnn-fpn",
+        schedule="4-steps",
+        batch=2,
+        out=tmp_path / "run",
+        options=xmoco.EvalOptions("cpu", "bf16", size=64, readers=1),
+    )
+    _, test = open_detection(scenes)
+    last = judged[-len(test) :]
+    expected = looked_at(read_detector(tmp_path / "run")[0], test.images, torch.device("cpu"))
+    for sight, other in zip(last, expected, strict=True):
+        assert len(other.output["boxes"])
+        for name, values in other.output.items():
+            assert_close(sight.output[name], values, rtol=1e-5, atol=1e-4)  # of one dtype, too
+            assert values.dtype == (torch.int64 if name == "labels" else torch.float32)
 
 
 @pytest.mark.gpu

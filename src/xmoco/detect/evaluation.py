@@ -221,9 +221,7 @@ class _Job:
         self, detector: nn.Module, folder: Path, records: list[Record], results: list[Verdict]
     ) -> None:
         evaluation = self.evaluation
-        pictures = picture_detections(
-            detector, self.test, evaluation.device, evaluation.bf16, truth=True
-        )
+        pictures = picture_detections(detector, self.test, evaluation.device, truth=True)
         firsts = _first_of_each_kind(results)
         judged = {f"{kind}es" if kind == "box" else f"{kind}s": r for kind, r in firsts.items()}
         card = self.card(records[0].seed)
@@ -272,7 +270,6 @@ class _Job:
             detector,
             data,
             self.evaluation.device,
-            bf16=self.evaluation.bf16,
             readers=self.evaluation.options.readers,
             unreadable=broken,
             on_progress=self.evaluation.on_progress("judging"),

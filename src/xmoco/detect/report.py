@@ -146,7 +146,6 @@ def picture_detections(
     detector: nn.Module,
     data: DetectionSet,
     device: torch.device,
-    bf16: bool = False,
     columns: int = 2,
     truth: bool = False,
 ) -> bytes:
@@ -155,7 +154,7 @@ def picture_detections(
     positions = some_positions(len(data), SHOWN)
     some = taken(data.images, positions)
     found = []
-    for sight in looked_at(detector, some, device, bf16=bf16):
+    for sight in looked_at(detector, some, device):
         output = {name: values.cpu() for name, values in sight.output.items()}
         sure = output["scores"] >= SURE
         picture, boxes = enlarged(sight.picture.cpu(), output["boxes"][sure], LARGE)
