@@ -95,6 +95,8 @@ def test_the_command_of_several_seeds(scenes: Path, tmp_path: Path) -> None:
     assert (protocol.model, protocol.schedule, protocol.metric) == (
         *("mask-rcnn-fpn", "4-steps", "COCO"),
     )
+    seconds = read_records(file, Measured[dict[str, Any]])[0].protocol
+    assert min(seconds["training_seconds"], seconds["judging_seconds"]) > 0
     states = [load_file(tmp_path / "runs" / f"seed-{seed}" / FILE) for seed in (3, 4)]
     assert not torch.equal(*(state["backbone.body.conv1.weight"] for state in states))
 
@@ -103,6 +105,9 @@ def test_the_command_of_several_seeds(scenes: Path, tmp_path: Path) -> None:
     assert again.stderr.count("holds the finished detector") == 2
     rerun = read_records(file, Measured[DetectionProtocol])[len(records) :]
     assert [r.value for r in rerun] == [r.value for r in records]
+    for seed in (3, 4):
+        kept = [line for line in metrics(tmp_path / "runs" / f"seed-{seed}") if "measure" in line]
+        assert len(kept) == len({line["measure"] for line in kept}), "each record stands once"
 
 
 def test_what_was_trained_in_bfloat16_is_judged_in_float32(
@@ -134,6 +139,19 @@ def test_what_was_trained_in_bfloat16_is_judged_in_float32(
         for name, values in other.output.items():
             assert_close(sight.output[name], values, rtol=1e-5, atol=1e-4)  # of one dtype, too
             assert values.dtype == (torch.int64 if name == "labels" else torch.float32)
+
+
+def test_nobody_looks_on_the_way_unless_asked(scenes: Path, tmp_path: Path) -> None:
+    """Two steps are an epoch; the weights are the same either way."""
+    states = []
+    for looks, seen in ((2, [2]), (0, [])):
+        out = tmp_path / f"looks-{looks}"
+        command = ("evaluate", "detect", "scratch:tiny", scenes, "--model", "retinanet-fpn", *QUICK)
+        assert_done(run_cli(*command, "--out", out, "--looks", looks))
+        lines = [line for line in metrics(out) if "box_ap" in line.get("values", {})]
+        assert [line["step"] for line in lines] == seen
+        states.append(load_file(out / FILE))
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
 @pytest.mark.gpu
@@ -215,6 +233,7 @@ MISTAKES = {
     "one image": (("--batch", "1"), "batch norm needs at least two images"),
     "no image": (("--batch", "0"), "batch=0 is too small"),
     "size": (("--size", "20"), "size=20 is not a whole number from 32 to 1024"),
+    "looks": (("--looks", "-1"), "looks=-1 is too few: give how often, or 0 for never"),
     "seeds": (("--seeds", "0"), "give at least one seed"),
     "seed": (("--seed", "-1"), "seed=-1"),
 }

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from xmoco.train.in_folder import OnStep, Told, train_in_folder
 from xmoco.train.loop import Training
 
 LOOKS = 10
-"""How often a detector is judged on the way, about."""
+"""How often a detector is judged on the way, about, unless told otherwise."""
 SHAPES = 2 ** np.linspace(-1, 1, 7)
 """Between which shapes, as width over height, images are put into batches of their own."""
 
@@ -42,14 +42,15 @@ def train_detector(
     seed: int,
     readers: int = 8,
     command: str = "the same call",
-    judge: Judge | None = None,
+    judge: Judge,
+    looks: int = LOOKS,
     on_step: OnStep | None = None,
     say: Callable[[str], None] | None = None,
-) -> nn.Module:
+) -> "Trained":
     """The detector after the course, in eval mode, with statistics of batch norms computed anew.
 
     ``data`` is all to be learnt from. The same call goes on where it was interrupted, and finds a
-    finished detector again. ``judge`` is asked now and then.
+    finished detector again. ``judge`` is asked about ``looks`` times on the way.
     """
     if course.batch % fabric.world_size:
         raise UserError(
@@ -75,27 +76,35 @@ def train_detector(
         readers=readers,
         command=command,
         say=say,
-        told=lambda training: _Judged(training, on_step, judge),
+        told=lambda training: _Judged(training, on_step, judge, looks),
     )
     if on_first(fabric, lambda: (folder / FILE).is_file()):
         finished, _ = read_detector(folder)
-        return finished.to(fabric.device)
+        return Trained(finished.to(fabric.device), training.seconds)
     make_batch_norms_precise(training, course.precise)
     on_first(fabric, lambda: save_detector(detector, card, folder / FILE))
-    return detector.eval()
+    return Trained(detector.eval(), training.seconds)
+
+
+class Trained(NamedTuple):
+    detector: nn.Module
+    seconds: float
+    """Of all sessions; looks on the way are among them, precise batch norm is not."""
 
 
 class _Judged(Told):
     """Has the detector judged now and then, at the end of an epoch."""
 
-    def __init__(self, training: Training, on_step: OnStep | None, judge: Judge | None) -> None:
+    def __init__(
+        self, training: Training, on_step: OnStep | None, judge: Judge, looks: int
+    ) -> None:
         super().__init__(training, on_step)
         self.judge = judge
         epochs = training.total_steps / training.steps_per_epoch
-        self.every = math.ceil(epochs / LOOKS)
+        self.every = math.ceil(epochs / looks) if looks else None
 
     def on_epoch(self, epoch: int, step: int) -> None:
-        if self.judge is None or epoch % self.every or step == self.training.total_steps:
+        if not self.every or epoch % self.every or step == self.training.total_steps:
             return
         task = self.training.task
         assert isinstance(task, DetectorTask)
