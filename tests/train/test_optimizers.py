@@ -264,6 +264,13 @@ def test_every_parameter_is_in_one_group_with_its_rate(settings: OptimConfig) ->
 
 
 @pytest.mark.parametrize("settings", KINDS, ids=lambda settings: settings.name)
+def test_a_group_may_be_exempt_from_decay(settings: OptimConfig) -> None:
+    groups = [ParamGroup(parameters(0)), ParamGroup(parameters(1), decays=False)]
+    decaying, exempt = build_optimizer(settings, groups, CPU).param_groups
+    assert (decaying["weight_decay"], exempt["weight_decay"]) == (0.1, 0)
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=lambda settings: settings.name)
 def test_what_an_optimiser_remembers_can_be_restored(settings: OptimConfig) -> None:
     ours, other = parameters(), parameters()
     optimizer = build_optimizer(settings, [ParamGroup(ours)], CPU)

@@ -328,7 +328,6 @@ class _Job:
         }
 
     def records(self, verdict: Verdict, seed: int, folder: Path) -> list[Record]:
-        course = self.course
         return [
             self.evaluation.record(
                 f"{verdict.kind}_{measure.lower()}",
@@ -339,19 +338,10 @@ class _Job:
                 RunFolder(folder).environment().get("processes"),
                 name=self.design.title,
                 model=self.model,
-                schedule=course.name,
+                **self.course.protocol,
                 metric=verdict.metric,
                 split="test",
                 judged=self.test.name,
-                size=course.test_size,
-                train_sizes=list(course.sizes),
-                steps=course.steps,
-                batch=course.batch,
-                rate=course.rate,
-                weight_decay=course.weight_decay,
-                milestones=list(course.milestones),
-                warmup=course.warmup,
-                precise_batches=course.precise,
                 categories=len(self.train.categories),
                 train_images=len(self.train),
                 judged_images=len(self.test),

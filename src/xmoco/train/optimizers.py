@@ -74,11 +74,11 @@ def _with_decay(groups: Sequence[ParamGroup], settings: OptimConfig) -> list[dic
     """
     apart = not settings.decay_norms_and_biases
     parts: list[dict[str, Any]] = []
-    for parameters, factor, scheduled in groups:
+    for parameters, factor, scheduled, decays in groups:
         matrices = [p for p in parameters if p.ndim > 1 or not apart]
         vectors = [p for p in parameters if p.ndim <= 1 and apart]
         for members, decay, adapt in (
-            (matrices, settings.weight_decay, True),
+            (matrices, settings.weight_decay if decays else 0.0, True),
             (vectors, 0.0, False),
         ):
             if members:
