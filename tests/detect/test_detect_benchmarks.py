@@ -2,9 +2,12 @@
 
 import importlib
 import json
+import os
+import re
 import shlex
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +23,10 @@ import xmoco.detect.evaluation
 from xmoco.detect.masks import bitmap_of_runs
 from xmoco.detect.metrics import MEASURES
 from xmoco.detect.sources import open_detection
+from xmoco.errors import TRY_AGAIN, UserError
 from xmoco.records import Measured, SpeedProtocol, read_records
+from xmoco.train import in_folder
+from xmoco.train.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -101,31 +107,145 @@ def test_speeds_outlive_what_is_measured_after_them(
     assert record.measure == "detect_images_per_second"
 
 
-def test_what_has_its_records_is_not_done_again(
+@pytest.fixture
+def compare(
     benchmarks: None, pedestrians: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Iterator[Callable[..., list[tuple[str, int]]]]:
+    """Calls the program with two quick steps on Penn-Fudan; gives what it has tuned."""
     program = importlib.import_module("detect")
-    real, asked = xmoco.detect.evaluation.evaluate_detect, []
+    tuned: list[tuple[str, int]] = []
 
     def evaluate(*given: Any, **named: Any) -> Any:
-        asked.append((given[0], named["model"], *named["seeds"]))
-        return real(*given, **named)
+        tuned.append((given[0], *named["seeds"]))
+        return xmoco.detect.evaluation.evaluate_detect(*given, **named)
 
     monkeypatch.setattr(program, "evaluate_detect", evaluate)
-    arguments = f"compare scratch:tiny --penn-fudan {pedestrians} --penn-fudan-steps 2 --seeds 0 1"
-    arguments += f" --penn-fudan-size 64 --precision fp32 --device cpu --out {tmp_path / 'runs'}"
-    monkeypatch.setattr("penn_fudan.HELD_OUT", 2)
     monkeypatch.setattr(program.write_penn_fudan, "__defaults__", (2, None))
-    monkeypatch.setattr(
-        sys, "argv", ["detect.py", "--results", str(tmp_path / "results"), *arguments.split()]
-    )
+
+    def call(*arguments: str, batch: int = 2) -> list[tuple[str, int]]:
+        usual = f"--penn-fudan {pedestrians} --penn-fudan-steps 2 --penn-fudan-size 64 --device cpu"
+        usual += f" --precision fp32 --batch {batch} --out {tmp_path / 'runs'}"
+        results = ["--results", str(tmp_path / "results")]
+        words = ["detect.py", *results, "compare", *arguments, *usual.split()]
+        monkeypatch.setattr(sys, "argv", words)
+        before = len(tuned)
+        program.main()
+        return tuned[before:]
+
     with small_detectors():
-        program.main()
-        assert asked == [("scratch:tiny", "mask-rcnn-fpn", seed) for seed in (0, 1)]
-        program.main()
-    assert len(asked) == 2
-    lines = (tmp_path / "results" / "detect.jsonl").read_text().splitlines()
-    assert {json.loads(line)["seed"] for line in lines} == {0, 1}
+        yield call
+
+
+def records_in(tmp_path: Path) -> list[Measured[dict[str, Any]]]:
+    return read_records(tmp_path / "results" / "detect.jsonl", Measured[dict[str, Any]])
+
+
+def test_what_has_its_records_is_not_done_again(
+    compare: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seeds = ("--penn-fudan-seeds", "0", "1")
+    assert compare("scratch:tiny", *seeds) == [("scratch:tiny", seed) for seed in (0, 1)]
+    told = capsys.readouterr().out
+    for seed in (0, 1):
+        line = rf"Mask R-CNN FPN on penn-fudan, scratch:tiny, seed {seed}: box AP \d+\.\d, "
+        assert re.search(line + r"mask AP \d+\.\d; \d+ s of training, \d+ s of judging", told)
+    assert compare("scratch:tiny", *seeds) == []
+    assert {record.seed for record in records_in(tmp_path)} == {0, 1}
+    assert not [*tmp_path.glob("runs/*/detector/checkpoints")], "which take most of the disk"
+    another = compare("scratch:tiny", "--penn-fudan-seeds", "0", batch=3)
+    assert another == [("scratch:tiny", 0)], "batches of another size are another job"
+    assert {record.protocol["batch"] for record in records_in(tmp_path)} == {2, 3}
+
+
+def test_rows_are_of_one_backbone_each(
+    compare: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There need be no record from scratch, and seeds that are not asked for do not count."""
+    compare("scratch:tiny", "--penn-fudan-seeds", "5")
+    capsys.readouterr()
+    file = tmp_path / "results" / "detect.jsonl"
+    (ap,) = (record for record in records_in(tmp_path) if record.measure == "box_ap")
+    digests = [ap.protocol["digest"], "of another", ap.protocol["digest"]]
+    values = [(digests[0], 5, 20.0), (digests[1], 5, 90.0), (digests[2], 6, 40.0)]
+    for digest, seed, value in values:
+        changed = ap.model_dump() | {"value": value, "seed": seed}
+        changed["protocol"] = ap.protocol | {"digest": digest}
+        with file.open("a") as lines:
+            lines.write(json.dumps(changed) + "\n")
+    assert compare("scratch:tiny", "--penn-fudan-seeds", "5") == []
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "scratch:tiny" in line)
+    assert row.split("│")[2].strip() == "20.0", "the last of seed 5"
+
+
+def test_what_another_process_tunes_is_left_to_it(
+    compare: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare("scratch:tiny", "--penn-fudan-seeds", "0")
+    (tmp_path / "results" / "detect.jsonl").unlink()
+    (folder,) = (tmp_path / "runs").iterdir()
+    claim = RunFolder(folder)
+    claim.lock()
+    with pytest.raises(SystemExit, match="not measured here, as told above: 1"):
+        compare("scratch:tiny", "--penn-fudan-seeds", "0", "1")
+    told = capsys.readouterr().out
+    assert "seed 0: another process is at it" in told
+    assert {record.seed for record in records_in(tmp_path)} == {1}
+    claim.unlock()
+    assert compare("scratch:tiny", "--penn-fudan-seeds", "0", "1") == [("scratch:tiny", 0)]
+
+
+def test_what_fails_keeps_nothing_else_from_being_done(
+    compare: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    real = xmoco.detect.evaluation.evaluate_detect
+
+    def evaluate(*given: Any, **named: Any) -> Any:
+        if named["seeds"] == (0,):
+            raise UserError("seed 0 brings no luck.")
+        return real(*given, **named)
+
+    monkeypatch.setattr(xmoco.detect.evaluation, "evaluate_detect", evaluate)
+    with pytest.raises(SystemExit, match="not measured here, as told above: 1"):
+        compare("scratch:tiny", "--penn-fudan-seeds", "0", "1")
+    told = capsys.readouterr()
+    assert "scratch:tiny, seed 0 failed: seed 0 brings no luck." in told.err
+    assert "scratch:tiny" in told.out.splitlines()[-2], "the table is shown all the same"
+    assert {record.seed for record in records_in(tmp_path)} == {1}
+
+
+@pytest.mark.parametrize("moment", ["training", "judging"])
+def test_stopped_it_keeps_what_is_finished_and_goes_on(
+    compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    def asked_to_stop(*_: Any) -> None:
+        if len(records_in(tmp_path)):  # the first one is done
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    module, name = {
+        "training": (in_folder.Told, "on_step"),
+        "judging": (xmoco.detect.evaluation, "verdicts"),
+    }[moment]
+    real = getattr(module, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, lambda *given: (asked_to_stop(), real(*given))[1])
+        with pytest.raises(SystemExit) as stopped:
+            compare("scratch:tiny", "--penn-fudan-seeds", "0", "1")
+    assert stopped.value.code == TRY_AGAIN
+    assert {record.seed for record in records_in(tmp_path)} == {0}
+    assert compare("scratch:tiny", "--penn-fudan-seeds", "0", "1") == [("scratch:tiny", 1)]
+    assert {record.seed for record in records_in(tmp_path)} == {0, 1}
+
+
+def test_mistakes_end_in_a_sentence(compare: Any, tmp_path: Path) -> None:
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.yaml").write_text("seed: 0\n")
+    with pytest.raises(SystemExit, match="begun is not trained to its end: go on with `pretrain`"):
+        compare(str(tmp_path / "begun"))
+    with pytest.raises(SystemExit, match="no images for faster-rcnn-c4: give --penn-fudan"):
+        compare("scratch:tiny", "--models", "faster-rcnn-c4")
 
 
 def test_commands_told_at_the_top_are_understood(
@@ -141,6 +261,7 @@ def test_commands_told_at_the_top_are_understood(
         monkeypatch.setattr(sys, "argv", shlex.split(command)[1:])
         program.main()
     changes = ["backbone=resnet50", "epochs=200"]
+    changes += ["weak_keys=false", "local_crops=0", "knn_every=0"]
     assert found["pretrain_all"].entries == ["xmoco:", "mocov2plus: method=mocov2plus", *changes]
     assert len(found["compare"].weights) == 3
     assert found["overfit"].penn_fudan == "pennfudan.tar.xz"
