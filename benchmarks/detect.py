@@ -25,7 +25,6 @@ import hashlib
 import json
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -41,6 +40,7 @@ from rich.table import Table
 
 from compare import Entry
 from options import at_least
+from pages.detection import cell, difference
 from penn_fudan import write_penn_fudan
 from recipe import RESULTS
 from xmoco.data.fingerprint import tensors_digest
@@ -395,30 +395,11 @@ def show(job: Job, starts: Sequence[Start], records: Sequence[Kept]) -> None:
         table.add_column(f"{kind} {TITLES[name]}", justify="right")
     table.add_column("box AP above scratch", justify="right")
     for start in starts:
-        cells = [_cell(values(start, measure)) for measure in measures]
+        cells = [cell(values(start, measure)) for measure in measures]
         least = values(scratch.get(start.backbone), "box_ap")
-        above = "" if start.subject == SCRATCH else _above(values(start, "box_ap"), least)
+        above = "" if start.subject == SCRATCH else difference(values(start, "box_ap"), least)
         table.add_row(start.weights, *cells, above)
     Console(width=160).print(table)
-
-
-def _cell(values: Sequence[float]) -> str:
-    if len(values) < 2:
-        return f"{values[0]:.1f}" if values else ""
-    return f"{statistics.fmean(values):.1f} ± {statistics.stdev(values):.1f}"
-
-
-def _above(values: Sequence[float], scratch: Sequence[float]) -> str:
-    """By how much, and how many deviations of the two that is."""
-    if not values or not scratch:
-        return ""
-    difference = statistics.fmean(values) - statistics.fmean(scratch)
-    if len(values) < 2 or len(scratch) < 2:
-        return f"{difference:+.1f}"
-    deviation = (statistics.variance(values) / 2 + statistics.variance(scratch) / 2) ** 0.5
-    if deviation == 0:  # after few steps nobody finds anything, whatever the seed
-        return f"{difference:+.1f}"
-    return f"{difference:+.1f} ({difference / deviation:.1f} deviations)"
 
 
 if __name__ == "__main__":

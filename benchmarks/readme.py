@@ -36,7 +36,12 @@ from pages.accuracy import (
 from pages.cluster import scaling_tables, shards_table
 from pages.common import ROOT, Place
 from pages.comparisons import comparison_tables, paper_tables
-from pages.detection import detection_tables, judging_tables, overfit_tables
+from pages.detection import (
+    detection_tables,
+    judging_tables,
+    overfit_tables,
+    training_tables,
+)
 from pages.faults import faults_table
 from pages.front import headline, results_in_brief, speed_in_brief
 from pages.gaps import gaps
@@ -113,6 +118,7 @@ PARTS: dict[str, Callable[[Place], str]] = {
     "comparisons": comparison_tables,
     "paper-tables": paper_tables,
     "detection": detection_tables,
+    "detection-speed": training_tables,
     "detection-overfit": overfit_tables,
     "judging": judging_tables,
     "speed": speed_tables,

@@ -8,22 +8,29 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from scenes import write_scenes
 from small_detectors import build_small, small_detectors
+from torch.testing import assert_close
 
 import xmoco.detect.evaluation
+from xmoco.detect.courses import course_of
 from xmoco.detect.masks import bitmap_of_runs
 from xmoco.detect.metrics import MEASURES
 from xmoco.detect.sources import open_detection
+from xmoco.detect.training import batches_of_one_shape
 from xmoco.errors import TRY_AGAIN, UserError
+from xmoco.nn.backbones import build_backbone
 from xmoco.records import Measured, SpeedProtocol, read_records
 from xmoco.train import in_folder
 from xmoco.train.run_folder import RunFolder
@@ -69,42 +76,112 @@ def speed(benchmarks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
         yield module
 
 
-def test_both_loops_are_timed_and_judged(
+@pytest.fixture
+def measure(
     speed: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Callable[[str], list[Measured[dict[str, Any]]]]:
+    """Calls the program on scenes; gives all records there are then."""
     data, results = write_scenes(tmp_path / "scenes"), tmp_path / "results"
-    arguments = "--weights scratch:tiny --batch 2 --size 64 --steps 1 --rounds 2 --ap-steps 2"
-    arguments += f" --device cpu --workers 0 --data {data} --results {results}"
-    monkeypatch.setattr(sys, "argv", ["detect_speed.py", *arguments.split()])
-    speed.main()
-    file = results / "detect-speed.jsonl"
+
+    def call(arguments: str) -> list[Measured[dict[str, Any]]]:
+        usual = "--weights scratch:tiny --batch 2 --size 64 --ap-size 64 --steps 1 --device cpu"
+        usual += f" --workers 0 --data {data} --results {results}"
+        monkeypatch.setattr(sys, "argv", ["detect_speed.py", *usual.split(), *arguments.split()])
+        speed.main()
+        return read_records(results / "detect-speed.jsonl", Measured[dict[str, Any]])
+
+    return call
+
+
+def test_both_loops_are_timed_and_judged(measure: Any, tmp_path: Path) -> None:
+    records = measure("--rounds 2 --ap-steps 2")
+    file = tmp_path / "results" / "detect-speed.jsonl"
     speeds = read_records(file, Measured[SpeedProtocol], ["detect_images_per_second"])
     assert [record.subject for record in speeds] == ["xmoco", "torchvision"]
     ours, theirs = speeds
     assert ours.protocol.times_baseline == pytest.approx(ours.value / theirs.value, abs=0.01)
-    judged = {
-        (record.subject, record.measure)
-        for record in read_records(file, Measured[dict[str, Any]])
-        if record.unit == "%"
-    }
+    images = [record.protocol["images"] for record in records if record.unit == "images/s"]
+    assert images == ["decoded, on cpu", "files, decoded by 0 workers"]
+    judged = {(record.subject, record.measure) for record in records if record.unit == "%"}
     assert len(judged) == 2 * 2 * 3  # of two participants, boxes and masks, three measures
+    assert not torch.backends.cudnn.benchmark, "whoever takes part"
+
+
+def test_ap_is_measured_once_for_each_seed_and_without_speeds_if_asked(
+    measure: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ap = "--rounds 0 --ap-steps 2 --seeds 0 1"
+    records = measure(ap)
+    assert {record.unit for record in records} == {"%"}
+    assert {(r.subject, r.seed) for r in records} == {
+        (name, seed) for name in ("xmoco", "torchvision") for seed in (0, 1)
+    }
+    assert {record.protocol["precise_batches"] for record in records} == {1}, "for all alike"
+    table = capsys.readouterr().out
+    assert "±" in table
+    assert "xmoco's box_ap beyond" in table
+    assert measure(ap) == records
+    assert len(measure("--rounds 0 --ap-steps 3")) == len(records) * 3 // 2
+    assert len(measure("--rounds 1 --ap-steps 0")) == len(records) * 3 // 2 + 2
+
+
+def test_stages_are_ours_whoever_is_timed(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    records = measure("--rounds 1 --ap-steps 0 --only torchvision --stages")
+    assert [record.subject for record in records] == ["torchvision"]
+    assert "Self CPU" in capsys.readouterr().out
 
 
 def test_speeds_outlive_what_is_measured_after_them(
-    speed: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    speed: ModuleType, measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(speed, "precision_of", killed)
-    data, results = write_scenes(tmp_path / "scenes"), tmp_path / "results"
-    arguments = "--weights scratch:tiny --batch 2 --size 64 --steps 1 --rounds 1 --only xmoco"
-    arguments += f" --device cpu --data {data} --results {results}"
-    monkeypatch.setattr(sys, "argv", ["detect_speed.py", *arguments.split()])
+    monkeypatch.setattr(speed, "judge", killed)
     with pytest.raises(KeyboardInterrupt):
-        speed.main()
-    (record,) = read_records(results / "detect-speed.jsonl", Measured[dict[str, Any]])
+        measure("--rounds 1 --only xmoco")
+    file = tmp_path / "results" / "detect-speed.jsonl"
+    (record,) = read_records(file, Measured[dict[str, Any]])
     assert record.measure == "detect_images_per_second"
+
+
+@pytest.fixture
+def usual(speed: ModuleType, tmp_path: Path) -> Any:
+    """The baseline, on four pictures."""
+    train, _ = open_detection(write_scenes(tmp_path / "scenes"))
+    detector = build_small(
+        "faster-rcnn-fpn", build_backbone("tiny"), 2, size=64, mean=(0.5,) * 3, std=(0.2,) * 3
+    )
+    course = replace(course_of("4", "faster-rcnn-fpn", images=4, batch=3), sizes=(64,))
+    return speed.Usual(
+        detector, train, course, torch.device("cpu"), masks=False, amp=False, workers=0
+    )
+
+
+def test_the_baselines_batches_are_ours_and_never_end(usual: Any) -> None:
+    """Of four images in batches of three, an epoch has one batch."""
+    order = batches_of_one_shape(usual.loader.dataset.data, 3)
+    found = list(islice(usual.loader.batch_sampler, 3))
+    assert found == [order(4, 0, epoch)[:3].tolist() for epoch in range(3)]
+    stream = usual.stream
+    usual.steps(2)
+    assert usual.stream is stream, "workers that are there stay"
+
+
+def test_the_baselines_norms_are_made_precise_and_do_not_decay(usual: Any) -> None:
+    norm = usual.detector.backbone.body.bn1
+    decays = {p: g["weight_decay"] for g in usual.optimizer.param_groups for p in g["params"]}
+    assert decays.keys() == set(usual.detector.parameters())
+    assert decays[norm.weight] == 0
+    assert decays[usual.detector.backbone.body.conv1.weight] == 1e-4
+    seen: list[torch.Tensor] = []
+    norm.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0]))
+    before = norm.weight.detach().clone()
+    usual.make_batch_norms_precise(2)
+    assert len(seen) == 2
+    assert_close(norm.running_mean, torch.stack([x.mean((0, 2, 3)) for x in seen]).mean(0))
+    assert norm.momentum == 0.1
+    assert torch.equal(norm.weight, before), "nothing is learnt meanwhile"
 
 
 @pytest.fixture
@@ -268,11 +345,53 @@ def test_commands_told_at_the_top_are_understood(
 
 
 def test_how_far_above_scratch(benchmarks: None) -> None:
-    program = importlib.import_module("detect")
-    assert program._above([30.0], [20.0]) == "+10.0"
-    assert program._above([30.0, 32.0], [20.0, 22.0]) == "+10.0 (7.1 deviations)"
-    assert program._above([20.0], []) == ""
-    assert program._above([0.0, 0.0], [0.0, 0.0, 0.0]) == "+0.0"
+    difference = importlib.import_module("pages.detection").difference
+    assert difference([30.0], [20.0]) == "+10.0"
+    assert difference([30.0, 32.0], [20.0, 22.0]) == "+10.0 (7.1 deviations)"
+    assert difference([20.0], []) == ""
+    assert difference([0.0, 0.0], [0.0, 0.0, 0.0]) == "+0.0"
+
+
+def page(results: Path, part: str) -> str:
+    pages = importlib.import_module("pages.detection")
+    place = importlib.import_module("pages.common").Place(results)
+    text: str = getattr(pages, part)(place)
+    return text
+
+
+def test_the_page_shows_whether_ap_is_equal(measure: Any, tmp_path: Path) -> None:
+    records = measure("--rounds 1 --ap-steps 2 --seeds 0 1")
+    file = tmp_path / "results" / "detect-speed.jsonl"
+    values = {("xmoco", 0): 30.0, ("xmoco", 1): 32.0, ("torchvision", 0): 29.0}
+    changed = [
+        record.model_copy(update={"value": values.get((record.subject, record.seed), 31.0)})
+        for record in records
+        if record.measure in ("box_ap", "detect_images_per_second")
+    ]
+    file.write_text("".join(record.model_dump_json() + "\n" for record in changed))
+    text = page(tmp_path / "results", "training_tables")
+    assert "**Mask R-CNN FPN, folder scenes, 64 px**" in text
+    assert "| xmoco | fp32 | decoded, on cpu | 30.0 |" in text
+    assert "**AP of Mask R-CNN FPN, folder scenes, 64 px, after 2 steps**" in text
+    assert "| xmoco | 31.0 ± 1.4 |  |" in text
+    assert "| torchvision's reference loop | 30.0 ± 1.4 | +1.0 (0.7 deviations) |" in text
+
+
+def test_the_page_shows_how_far_above_scratch(compare: Any, tmp_path: Path) -> None:
+    compare("scratch:tiny", "--penn-fudan-seeds", "0", "1")
+    file = tmp_path / "results" / "detect.jsonl"
+    lines = []
+    for record in records_in(tmp_path):
+        for subject, value in (("scratch", 20.0), ("xmoco", 30.0)):
+            protocol = record.protocol | {"digest": subject}
+            told = {"subject": subject, "value": value + record.seed, "protocol": protocol}
+            lines.append(record.model_copy(update=told).model_dump_json() + "\n")
+    file.write_text("".join(lines))
+    text = page(tmp_path / "results", "detection_tables")
+    heading, _, *rows = (line for line in text.splitlines() if line.startswith("|"))
+    assert heading.endswith("| box AP above scratch |")
+    assert rows[0].endswith("|  |")
+    assert rows[1].endswith("| +10.0 (14.1 deviations) |")
 
 
 @pytest.fixture

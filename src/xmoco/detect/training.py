@@ -1,7 +1,8 @@
 """Trains a detector in a run folder, and leaves it there as a file."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,10 +118,16 @@ def make_batch_norms_precise(training: Training, batches: int) -> None:
 
     Those left by training are of weights that were still moving, and of few images.
     """
+    with mean_statistics(training.task) as weigh:
+        training.look_on(batches, weigh)
+
+
+@contextmanager
+def mean_statistics(module: nn.Module) -> Iterator[Callable[[int], None]]:
+    """Running statistics become the mean over the batches that pass meanwhile; the number of each,
+    from 1, is to be told before it."""
     norms = [
-        norm
-        for norm in training.task.modules()
-        if isinstance(norm, nn.modules.batchnorm._BatchNorm)
+        norm for norm in module.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm)
     ]
     before = [norm.momentum for norm in norms]
 
@@ -128,7 +135,7 @@ def make_batch_norms_precise(training: Training, batches: int) -> None:
         for norm in norms:
             norm.momentum = 1 / number  # the first counts wholly, the n-th as much as all before
 
-    training.look_on(batches, weigh)
+    yield weigh
     for norm, momentum in zip(norms, before, strict=True):
         norm.momentum = momentum
 
