@@ -60,6 +60,7 @@ from xmoco.report.circumstances import last_of_each
 from xmoco.train.run_folder import RunFolder, plain
 
 Kept = Measured[dict[str, Any]]
+KINDS = ("box", "mask")
 
 OPTIONS = {"mask-rcnn-fpn": "penn_fudan", "faster-rcnn-fpn": "fpn", "faster-rcnn-c4": "c4"}
 """How the options of every detector begin that is compared. The first carries the claim, and is the
@@ -318,6 +319,7 @@ def tune(
             return False
         if recorded():
             return True  # another process was faster
+        started = time.perf_counter()
         run = folder / "detector"
         records = evaluate_detect(
             start.weights,
@@ -332,7 +334,8 @@ def tune(
         )
         append_records(file, records)
         shutil.rmtree(RunFolder(run).checkpoints.folder, ignore_errors=True)
-    print(f"{label(job, start, seed)}: {in_brief(records)}", flush=True)
+        seconds = time.perf_counter() - started
+    print(f"{label(job, start, seed)}: {in_brief(records, seconds)}", flush=True)
     return True
 
 
@@ -354,16 +357,13 @@ def claimed(folder: Path, settings: Mapping[str, Any]) -> Iterator[bool]:
         claim.unlock()
 
 
-def in_brief(records: Sequence[Record]) -> str:
+def in_brief(records: Sequence[Record], seconds: float) -> str:
     values = {record.measure: record.value for record in records}
-    found = [
-        f"{kind} AP {values[f'{kind}_ap']:.1f}"
-        for kind in ("box", "mask")
-        if f"{kind}_ap" in values
-    ]
+    told = [f"{kind} AP {values[f'{kind}_ap']:.1f}" for kind in KINDS if f"{kind}_ap" in values]
     protocol = records[0].protocol
-    seconds = protocol["training_seconds"], protocol["judging_seconds"]
-    return f"{', '.join(found)}; {seconds[0]:.0f} s of training, {seconds[1]:.0f} s of judging"
+    trained, judged = protocol["training_seconds"], protocol["judging_seconds"]
+    spent = f"{seconds:.0f} s, of which {trained:.0f} of training and {judged:.0f} of judging"
+    return f"{', '.join(told)}; {spent}"
 
 
 def kept(file: Path, facts: Mapping[str, Any]) -> list[Kept]:
@@ -386,7 +386,7 @@ def show(job: Job, starts: Sequence[Start], records: Sequence[Kept]) -> None:
         ]
 
     scratch = {start.backbone: start for start in starts if start.subject == SCRATCH}
-    kinds = ("box", "mask") if DESIGNS[job.model].masks else ("box",)
+    kinds = KINDS if DESIGNS[job.model].masks else KINDS[:1]
     measures = [f"{kind}_{measure}" for kind in kinds for measure in ("ap", "ap50", "ap75")]
     table = Table(title=f"{job.title}: {job.steps:,} steps, {job.size} px")
     table.add_column("weights")

@@ -370,7 +370,7 @@ def show(
         }
     table = Table(title=f"{work.work(course)}: AP after {course.steps:,} steps")
     columns = list(dict.fromkeys(measure for own in values.values() for measure in own))
-    for heading in ("", *columns, "xmoco's box_ap beyond"):
+    for heading in ("", *columns, "box_ap of xmoco above it"):
         table.add_column(heading, justify="right" if heading else "left")
     ours = values.get("xmoco", {}).get("box_ap", [])
     for name, own in values.items():
