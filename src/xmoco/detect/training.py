@@ -135,9 +135,11 @@ def mean_statistics(module: nn.Module) -> Iterator[Callable[[int], None]]:
         for norm in norms:
             norm.momentum = 1 / number  # the first counts wholly, the n-th as much as all before
 
-    yield weigh
-    for norm, momentum in zip(norms, before, strict=True):
-        norm.momentum = momentum
+    try:
+        yield weigh
+    finally:
+        for norm, momentum in zip(norms, before, strict=True):
+            norm.momentum = momentum
 
 
 def batches_of_one_shape(data: DetectionSet, batch: int) -> Order:
