@@ -126,9 +126,7 @@ def make_batch_norms_precise(training: Training, batches: int) -> None:
 def mean_statistics(module: nn.Module) -> Iterator[Callable[[int], None]]:
     """Running statistics become the mean over the batches that pass meanwhile; the number of each,
     from 1, is to be told before it."""
-    norms = [
-        norm for norm in module.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm)
-    ]
+    norms = [norm for norm in module.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm)]
     before = [norm.momentum for norm in norms]
 
     def weigh(number: int) -> None:
