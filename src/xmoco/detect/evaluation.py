@@ -151,22 +151,6 @@ def _first_of_each_kind(results: Sequence[Verdict]) -> dict[str, Judged]:
     return found
 
 
-def _add_new(run: RunFolder, records: Sequence[Record]) -> None:
-    """What the run folder says already, of a finished detector, is not said again."""
-    known = [_told(line.entry) for line in run.metrics().lines if "measure" in line.entry]
-    for record in records:
-        if _told(plain(asdict(record))) not in known:
-            run.add_record(record)
-
-
-def _told(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What a record says, however long it took to find out."""
-    protocol = {
-        key: value for key, value in entry["protocol"].items() if not key.endswith("_seconds")
-    }
-    return entry["measure"], entry["value"], protocol
-
-
 @dataclass(frozen=True)
 class _Job:
     """All that the detectors of several seeds share."""
@@ -249,7 +233,7 @@ class _Job:
                 for result in results
                 for record in self.records(result, seed, folder)
             ]
-            _add_new(RunFolder(folder), records)
+            RunFolder(folder).add_new(records)
             self.report(detector, folder, records, results)
             return records
 

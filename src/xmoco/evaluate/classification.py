@@ -266,8 +266,7 @@ def _classify(
             )
             for k in (1, 5)
         ]
-        for record in records:
-            RunFolder(folder).add_record(record)
+        RunFolder(folder).add_new(records)
         # Only now: whatever goes wrong with files, what was measured is recorded.
         _keep(classifier, evaluation, train, seed, folder)
         _report(evaluation, folder, records[0], scores, labels, train, test)
