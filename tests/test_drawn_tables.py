@@ -594,7 +594,8 @@ def test_the_headline_tells_who_is_ahead_on_photographs(pages: Any, place: Any) 
     held_out = "validation, held out of the training images"
     for other in ({"k": 200}, {"split": held_out}, {"size": 64}, {"recipe_digest": "old"}):
         assert add("mocov2plus", 99, 99, day=2, **other) == ""
-    assert add("mocov2plus", 87) == ""  # one seed against two
+    few = add("mocov2plus", 87)
+    assert "of 87.0 % with MoCo v2+ (one seed (0)), 85.5 ± 0.7 % with XMoCo+ (seeds 0, 1;" in few
     text = add("mocov2plus", 88, seed=1)
     assert "- Imagenette, 200 epochs of the recipe `imagenette`: kNN top-1 (k = 20) of " in text
     assert "(seeds 0, 1; images re-encoded as JPEG of quality 75; evaluated at 128 px" in text
@@ -605,9 +606,11 @@ def test_the_headline_tells_who_is_ahead_on_photographs(pages: Any, place: Any) 
     append_records(place.results / "trials-imagenette.jsonl", tried)
     told = "px; hyperparameters of each tuned on held-out training images"
     assert told in pages.front.headline(place)
-    assert ahead in add("xmoco+", 10, 10, changes="batch=8")  # a variant
+    rivals = add("mocov2plus", 89, 90, changes="batch=8")  # a better one, added later
+    told = "of 89.5 ± 0.7 % with MoCo v2+ `batch=8`, 87.5 ± 0.7 % with MoCo v2+, 85.5 ± 0.7 % with"
+    assert told in rivals
     last = add("xmoco", 95, 95, settings={"method": {"weak_keys": False}, "input": input})
-    assert "of 95.0 ± 0.0 % with XMoCo, 87.5 ± 0.7 % with MoCo" in last
+    assert "of 95.0 ± 0.0 % with XMoCo, 89.5 ± 0.7 % with MoCo" in last
     assert "weakly" not in last
     assert "held-out" not in last  # of that one there are no trials
     simclr = add("simclr", 96, 96, settings={"method": {"name": "simclr"}, "input": input})

@@ -9,6 +9,7 @@ from pages.common import (
     AnyRecord,
     Place,
     by_work,
+    common_overrides,
     data,
     device,
     name_of,
@@ -92,22 +93,22 @@ def the_entry(record: AnyRecord) -> tuple[object, ...]:
 
 
 def photographs_headline(place: Place) -> str:
-    """The methods side by side on photographs, over the same seeds, the best first."""
+    """All entries side by side on photographs, the best first: of a method's several, the better
+    one may not be the first."""
     groups = [
         group
         for group in grouped(of_photographs(place, 200), compared_with)
         if any(record.subject in RIVALS for record in group)
     ]
     newest = max(groups, key=lambda group: max(record.time for record in group), default=[])
-    first: dict[str, list[AnyRecord]] = {}  # of a method's entries; others are variants of it
-    for entry in grouped(newest, the_entry):
-        first.setdefault(entry[0].subject, entry)
-    met = {record.seed for rival in RIVALS for record in first.get(rival, [])}
-    entries = [entry for entry in first.values() if {record.seed for record in entry} == met]
-    if len(entries) < 2:  # nobody to compare with
+    entries = sorted(grouped(newest, the_entry), key=mean, reverse=True)
+    if len({entry[0].subject for entry in entries}) < 2:  # nobody to compare with
         return ""
-    entries.sort(key=mean, reverse=True)
-    told = [f"{over_seeds(entry)} with {name_of(entry[0])}" for entry in entries]
+    most = max(entries, key=lambda entry: len({record.seed for record in entry}))
+    told = []
+    for entry, name in zip(entries, names_of(entries), strict=True):
+        others = "" if seeds(entry) == seeds(most) else f" ({seeds(entry)})"
+        told.append(f"{over_seeds(entry)} with {name}{others}")
     facts = entries[0][0].protocol
     shown = {the_entry(entry[0]) for entry in entries}
     weak = all(s["method"].get("weak_keys") for s in settings_of(place, shown))
@@ -121,10 +122,21 @@ def photographs_headline(place: Place) -> str:
     same = recipe in recipe_names() and digest(load_config(recipe)) == facts["recipe_digest"]
     return (
         f"Imagenette, {facts['epochs']} epochs of {'the' if same else 'an earlier'} recipe "
-        f"`{recipe}`: kNN top-1 (k = {facts['k']}) of {', '.join(told)} ({seeds(entries[0])}; "
+        f"`{recipe}`: kNN top-1 (k = {facts['k']}) of {', '.join(told)} ({seeds(most)}; "
         f"{recoded(entries[0][0].work)}evaluated at {facts['size']} px"
         f"{found if tried else ''}{keys})."
     )
+
+
+def names_of(entries: Sequence[Sequence[AnyRecord]]) -> list[str]:
+    """The methods, and where one has several entries, in which settings these differ."""
+    names = []
+    for entry in entries:
+        alike = [one[0] for one in entries if one[0].subject == entry[0].subject]
+        _, own = common_overrides([record.protocol["changes"] for record in alike])
+        changes = own[entry[0].protocol["changes"]]
+        names.append(f"{name_of(entry[0])} {changes}".strip())
+    return names
 
 
 def settings_of(place: Place, entries: Set[tuple[object, ...]]) -> list[dict[str, Any]]:
