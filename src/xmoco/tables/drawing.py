@@ -106,7 +106,7 @@ def notes(filled: Filled) -> list[str]:
     """What is to be read out of the table, and how its figures came about."""
     told = [*agreements(filled), _spread(filled), _divergence(filled), _skipping(filled)]
     told.append(_precisions(filled))
-    told += [*unequal(filled), _rates(filled), filled.table.chosen]
+    told += [*unequal(filled), _choice(filled), filled.table.chosen]
     if filled.records:
         told.append(circumstances(filled.records, _data, _size))
     if filled.table.paper:
@@ -114,8 +114,8 @@ def notes(filled: Filled) -> list[str]:
     return [words for words in told if words]
 
 
-def _rates(filled: Filled) -> str:
-    """How the rows' learning rates were chosen, if they were."""
+def _choice(filled: Filled) -> str:
+    """How the rows' settings were chosen, if they were."""
     tuning = filled.table.tuning
     if tuning is None or not filled.tried:
         return ""
