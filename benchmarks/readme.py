@@ -33,6 +33,7 @@ from pages.accuracy import (
     protocols_tables,
     tuning_tables,
 )
+from pages.chance import chance
 from pages.cluster import scaling_tables, shards_table
 from pages.common import ROOT, Place
 from pages.comparisons import comparison_tables, paper_tables
@@ -42,6 +43,7 @@ from pages.detection import (
     overfit_tables,
     training_tables,
 )
+from pages.effort import effort_table
 from pages.faults import faults_table
 from pages.front import headline, results_in_brief, speed_in_brief
 from pages.gaps import gaps
@@ -107,7 +109,9 @@ PARTS: dict[str, Callable[[Place], str]] = {
     "recipes": recipes_table,
     "tables": list_of_tables,
     "evaluation-protocols": evaluation_protocols,
+    "chance": chance,
     "gaps": gaps,
+    "effort": effort_table,
     "demo": partial(learning_tables, pattern="demo.jsonl"),
     "learning": partial(learning_tables, pattern="recipe-*.jsonl"),
     "methods": methods_table,

@@ -26,7 +26,7 @@ from xmoco.settings import load_config
 from xmoco.tables.bench import Bench
 from xmoco.tables.images import Images
 from xmoco.tables.judging import Judge
-from xmoco.tables.trials import DIVERGED, recipe_digest
+from xmoco.tables.trials import DIVERGED, known_records, recipe_digest
 from xmoco.train.engine import build_fabric
 from xmoco.train.loop import DivergedError, Training
 
@@ -375,6 +375,30 @@ def test_tables_and_comparisons_share_runs_and_records(
     monkeypatch.setattr(Bench, "_train", lambda *_: pytest.fail("trained again"))
     both = len([*records, *(tmp_path / "tables.jsonl").read_text().splitlines()])
     assert len(compare("moco: method=mocov2plus", "--runs", "out/runs")) == both
+
+
+def test_old_records_count_where_the_same_is_wanted(compare: Compare, tmp_path: Path) -> None:
+    """They told the settings of a run in its last record only, and its name in place of its method."""
+    records = compare("ours: batch=8")
+    config = load_config("fast.yaml", ["batch=8", "epochs=1"], {"source": "set"})
+    whole = config.model_dump(mode="json", exclude={"run", "data", "monitor"})
+    former = [r for r in records if r["measure"].endswith("_top1")]
+    for record in former:
+        record["subject"] = "any name"
+        for fact in ("source", "settings", "train_fingerprint", "test_fingerprint", "numerics"):
+            del record["protocol"][fact]
+    former[-1]["protocol"]["settings"] = whole
+    lines = "".join(json.dumps(record) + "\n" for record in former)
+    (tmp_path / "compare-fast.jsonl").write_text(lines)
+    assert compare("another: batch=8") == former
+    chosen = next(r for r in former if r["measure"] == "logistic_top1")["protocol"]
+    del chosen["strength_chosen_on"]  # by the images that were judged, then
+    (tmp_path / "compare-fast.jsonl").write_text("".join(json.dumps(r) + "\n" for r in former))
+    assert [r.measure for r in known_records(tmp_path / "compare-fast.jsonl")] == ["knn_top1"] * 2
+    whole["train"]["epochs"] = 7  # not what the records are of
+    (tmp_path / "compare-fast.jsonl").write_text("".join(json.dumps(r) + "\n" for r in former))
+    kept = known_records(tmp_path / "compare-fast.jsonl")
+    assert {record.subject for record in kept} == {"any name"}
 
 
 def test_methods_have_kept_runs_and_digests_of_their_own(compare: Compare, tmp_path: Path) -> None:

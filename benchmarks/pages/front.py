@@ -1,8 +1,8 @@
 """What the front page says in brief."""
 
+import json
 import re
-from collections.abc import Sequence, Set
-from typing import Any
+from collections.abc import Sequence
 
 from pages.accuracy import Knn, ProtocolGrid, judged_records, mean, protocol_name
 from pages.common import (
@@ -15,8 +15,10 @@ from pages.common import (
     name_of,
 )
 from pages.comparisons import compared_with, in_one_table, over_seeds, training_time
+from pages.effort import method_of, trials
 from pages.speed import BASELINES, WORKLOADS, number_of_rounds, place_of, speeds_in
-from tune import digest
+from pages.trials import all_trials, overlapping
+from xmoco.config import InputConfig
 from xmoco.records import (
     read_records,
 )
@@ -28,6 +30,7 @@ from xmoco.report.circumstances import (
     sentence,
 )
 from xmoco.settings import load_config, recipe_names
+from xmoco.tables.trials import recipe_digest
 
 IN_BRIEF = {
     "kNN (k = 200)": "kNN top-1 (k = 200)",
@@ -49,14 +52,16 @@ def headline(place: Place) -> str:
     )
 
 
-RIVALS = ("mocov2plus", "mocov2plus+small views")
+RIVAL = "mocov2plus"
+"""With whatever is added to it."""
 LONG = 800
 """Epochs for which others publish what they reach on the same photographs."""
 
 
 def all_of_photographs(place: Place) -> list[AnyRecord]:
-    files = place.files("compare-imagenette*.jsonl")
-    return [record for file in files for record in read_records(file, AnyRecord)]
+    of_tables = all_trials(place, "tables*.jsonl")
+    own = [record for record in of_tables if record.work.startswith("imagenette")]
+    return [*all_trials(place, "compare-imagenette*.jsonl"), *own]
 
 
 def of_photographs(place: Place, epochs: int) -> list[AnyRecord]:
@@ -79,7 +84,7 @@ def size_of(run: Sequence[AnyRecord]) -> int:
     """At which it is to be judged; records of former days do not tell, and have one size only."""
     for record in run:
         if "settings" in record.protocol:
-            input = record.protocol["settings"]["input"]
+            input = InputConfig().model_dump() | record.protocol["settings"].get("input", {})
             return int(input["eval_size"] or input["size"])
     return int(next(r.protocol["size"] for r in run if "size" in r.protocol))
 
@@ -89,7 +94,10 @@ def the_run(record: AnyRecord) -> tuple[object, ...]:
 
 
 def the_entry(record: AnyRecord) -> tuple[object, ...]:
-    return *in_one_table(record), record.subject, record.protocol["changes"]
+    """By its settings, however they were asked for."""
+    facts = record.protocol
+    own = json.dumps(facts["settings"], sort_keys=True) if "source" in facts else facts["changes"]
+    return *in_one_table(record), record.subject, own
 
 
 def photographs_headline(place: Place) -> str:
@@ -98,10 +106,10 @@ def photographs_headline(place: Place) -> str:
     groups = [
         group
         for group in grouped(of_photographs(place, 200), compared_with)
-        if any(record.subject in RIVALS for record in group)
+        if any(record.subject.startswith(RIVAL) for record in group)
     ]
     newest = max(groups, key=lambda group: max(record.time for record in group), default=[])
-    entries = sorted(grouped(newest, the_entry), key=mean, reverse=True)
+    entries = sorted(entries_of(newest), key=mean, reverse=True)
     if len({entry[0].subject for entry in entries}) < 2:  # nobody to compare with
         return ""
     most = max(entries, key=lambda entry: len({record.seed for record in entry}))
@@ -110,22 +118,32 @@ def photographs_headline(place: Place) -> str:
         others = "" if seeds(entry) == seeds(most) else f" ({seeds(entry)})"
         told.append(f"{over_seeds(entry)} with {name}{others}")
     facts = entries[0][0].protocol
-    shown = {the_entry(entry[0]) for entry in entries}
-    weak = all(s["method"].get("weak_keys") for s in settings_of(place, shown))
-    keys = f"; all with [weakly augmented keys]({place.up}docs/methods.md#xmoco)" if weak else ""
-    trials = [
-        r for f in place.files("trials-imagenette*.jsonl") for r in read_records(f, AnyRecord)
-    ]
-    tried = {entry[0].subject for entry in entries} <= {r.subject for r in trials}
-    found = "; hyperparameters of each tuned on held-out training images"
+    names = dict.fromkeys(method_of(entry[0]) for entry in entries)
+    tried = [trial.method for trial in trials(place) if trial.recipe == facts["recipe"]]
+    effort = ", ".join(f"{tried.count(name)} of {name}" for name in names) if tried else ""
+    found = f"; trials of settings on held-out images: {effort}" if effort else ""
     recipe = facts["recipe"]
-    same = recipe in recipe_names() and digest(load_config(recipe)) == facts["recipe_digest"]
+    known = recipe in recipe_names()
+    same = known and recipe_digest(load_config(recipe)) == facts["recipe_digest"]
     return (
         f"Imagenette, {facts['epochs']} epochs of {'the' if same else 'an earlier'} recipe "
         f"`{recipe}`: kNN top-1 (k = {facts['k']}) of {', '.join(told)} ({seeds(most)}; "
-        f"{recoded(entries[0][0].work)}evaluated at {facts['size']} px"
-        f"{found if tried else ''}{keys})."
+        f"{recoded(entries[0][0].work)}evaluated at {facts['size']} px{found})."
     )
+
+
+def entries_of(records: Sequence[AnyRecord]) -> list[list[AnyRecord]]:
+    """Over seeds: of the same changes to a recipe, which settings that do nothing may have joined
+    between two runs, or of the same settings, however these were asked for."""
+    entries: list[list[AnyRecord]] = []
+    for own in grouped(records, lambda r: (r.subject, *sorted(r.protocol["changes"].split()))):
+        settings = set(map(the_entry, own))
+        alike = next((entry for entry in entries if settings & set(map(the_entry, entry))), None)
+        if alike is None:
+            entries.append(own)
+        else:
+            alike += own
+    return entries
 
 
 def names_of(entries: Sequence[Sequence[AnyRecord]]) -> list[str]:
@@ -139,11 +157,6 @@ def names_of(entries: Sequence[Sequence[AnyRecord]]) -> list[str]:
     return names
 
 
-def settings_of(place: Place, entries: Set[tuple[object, ...]]) -> list[dict[str, Any]]:
-    named = [r for r in all_of_photographs(place) if "settings" in r.protocol]
-    return [record.protocol["settings"] for record in named if the_entry(record) in entries]
-
-
 def long_headline(place: Place) -> str:
     """What our newest long run on photographs is worth, and what it took."""
     ours = [r for r in of_photographs(place, LONG) if r.subject.startswith("xmoco")]
@@ -154,7 +167,7 @@ def long_headline(place: Place) -> str:
     )
     if not newest:
         return ""
-    facts, time = newest[0].protocol, training_time(newest)
+    facts, time = newest[0].protocol, training_time(newest, overlapping(place))
     took = "" if time is None else f"; training time {time}"
     return (
         f"Imagenette, {LONG} epochs: kNN top-1 (k = {facts['k']}) of {over_seeds(newest)} with "

@@ -19,6 +19,7 @@ from xmoco.evaluate.metrics import top_k
 from xmoco.fabric import Fabric
 from xmoco.tables.columns import Column
 from xmoco.tables.images import Images
+from xmoco.tables.trials import CHOSEN
 from xmoco.train.loop import DivergedError
 
 STRENGTHS = (10.0, 1.0, 0.1, 0.01, 0.001)
@@ -85,7 +86,7 @@ class Judge:
                 case "logistic_top1":
                     facts = {
                         "strengths": list(STRENGTHS),
-                        "strength_chosen_on": f"{CHOOSING_SHARE:.0%} of the training images",
+                        CHOSEN: f"{CHOOSING_SHARE:.0%} of the training images",
                     }
                     yield column, self._logistic(bank, asked), facts
                 case "linear_top1":

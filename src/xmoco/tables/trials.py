@@ -28,6 +28,9 @@ DIVERGED = "diverged"
 PART = "of"
 """Where such a record tells the measure whose classifier did, if not the method itself."""
 
+CHOSEN = "strength_chosen_on"
+"""Where the record of a logistic regression tells which images its penalty was chosen by."""
+
 Kept = Measured[dict[str, Any]]
 
 
@@ -155,10 +158,15 @@ def with_facts(records: Iterable[Kept]) -> list[Kept]:
     """Until 2026-11-20, comparisons told the settings of a run in its last record alone, and called
     the method as they liked. What such records tell of a trial is told by each here, so that it
     counts wherever that trial is wanted; a run whose settings are no longer known stays as it is.
+    Logistic regressions whose strength was chosen by the images that they judged are left out.
     """
     records = list(records)
     settings = {_former_run(r): r.protocol["settings"] for r in records if _is_former(r)}
-    return [_with_facts(record, settings.get(_former_run(record))) for record in records]
+    return [
+        _with_facts(record, settings.get(_former_run(record)))
+        for record in records
+        if record.measure != "logistic_top1" or CHOSEN in record.protocol
+    ]
 
 
 def _is_former(record: Kept) -> bool:
@@ -173,8 +181,8 @@ def _former_run(record: Kept) -> tuple[Any, ...]:
 def _with_facts(record: Kept, settings: Mapping[str, Any] | None) -> Kept:
     if settings is None or "source" in record.protocol:
         return record
-    if record.measure == "logistic_top1" and "strength_chosen_on" not in record.protocol:
-        return record  # the strength was chosen by the images that were judged
+    if settings.get("train", {}).get("epochs") != record.protocol["epochs"]:
+        return record  # they are not whole
     try:
         config = Config.model_validate_json(json.dumps(settings))
     except ValidationError:
