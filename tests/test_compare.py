@@ -378,7 +378,7 @@ def test_tables_and_comparisons_share_runs_and_records(
 
 
 def test_old_records_count_where_the_same_is_wanted(compare: Compare, tmp_path: Path) -> None:
-    """They told the settings of a run in its last record only, and its name in place of its method."""
+    """They told the settings of a run in its last record only, and names in place of methods."""
     records = compare("ours: batch=8")
     config = load_config("fast.yaml", ["batch=8", "epochs=1"], {"source": "set"})
     whole = config.model_dump(mode="json", exclude={"run", "data", "monitor"})
