@@ -89,6 +89,9 @@ class Job:
         return replace(self, table=table, name=f"{self.name}-trials", asked=asked, pictured=False)
 
 
+LONGEST_NAME = 120
+
+
 def file_name(name: str, table: Table, asked: Asked) -> str:
     """Of a table's files, which say in what it is not the table as it is defined: it would replace
     that one, or be replaced by it."""
@@ -100,7 +103,7 @@ def file_name(name: str, table: Table, asked: Asked) -> str:
     own, changed = trials_of_rows(table), trials_of_rows(table, asked.overrides)
     if any(own[row].identity != changed[row].identity for row in own):
         parts += [re.sub(r"[^\w.+-]+", "_", change) for change in asked.overrides]
-    return "-".join(parts)
+    return "-".join(parts)[:LONGEST_NAME]
 
 
 @dataclass(frozen=True)
