@@ -31,8 +31,8 @@ TITLES = dict(
 PLURALS = {"box": "boxes", "mask": "masks"}
 """What is judged, by how records call it."""
 TENTHS = np.arange(0, 1.1, 0.1)
-"""VOC's eleven recalls, as its programs have them: what falls short of 0.30000000000000004 is not
-counted there, 3 of 10 objects among it."""
+"""VOC's eleven recalls, as py-faster-rcnn and Detectron2 have them: what is less than
+0.30000000000000004 falls short of the fourth, 3 of 10 objects among it."""
 
 
 @dataclass(frozen=True)

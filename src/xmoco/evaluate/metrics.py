@@ -9,8 +9,8 @@ from torch import Tensor
 from xmoco.errors import UserError
 
 TENTHS = [tenth * 0.1 for tenth in range(11)]
-"""VOC's eleven recalls, as its programs have them: what falls short of 0.30000000000000004 is not
-counted there, 3 of 10 images among it."""
+"""VOC's eleven recalls, as py-faster-rcnn and Detectron2 have them: what is less than
+0.30000000000000004 falls short of the fourth, 3 of 10 images among it."""
 
 
 def top_k(scores: Tensor, labels: Tensor, k: int) -> float:
