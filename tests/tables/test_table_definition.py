@@ -167,6 +167,15 @@ def test_settings_at_their_defaults_do_not_last() -> None:
     assert (kept["train"], kept["optim"]) == ({"epochs": 7}, {"name": "sgd"})
 
 
+def test_weak_views_are_the_same_whether_told_or_following() -> None:
+    """Records of runs from before they could follow tell all of them."""
+    told = ["weak_views.crop_scale=[0.2,1.0]", "weak_views.flip=0.5"]
+    crops = ["views.crop_scale=[0.08,1.0]"]
+    assert lasting(load_config(None, [*crops, *told])) == lasting(load_config(None, crops))
+    larger = lasting(load_config(None, ["views.crop_scale=[0.4,1.0]", *told]))
+    assert larger["weak_views"]["crop_scale"] == [0.2, 1.0]
+
+
 def test_a_run_is_known_by_all_settings_its_weights_depend_on() -> None:
     """A default that has changed since makes it another run."""
 

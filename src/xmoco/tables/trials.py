@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from xmoco.config import KINDS, Config, DataConfig
+from xmoco.config import KINDS, Config, DataConfig, WeakAugmentationConfig
 from xmoco.data.sources import source_name
 from xmoco.data.subset import HELD_OUT
 from xmoco.errors import UserError
@@ -231,8 +231,11 @@ def lasting(config: Config) -> dict[str, Any]:
     """The settings on which the weights depend, as they are read back from a file.
 
     Of them, what differs from xmoco's defaults: settings that are younger than a record change
-    nothing.
+    nothing. Neither does it whether weak views follow the strong ones or are told to be the same.
     """
+    following = WeakAugmentationConfig()
+    if config.weak_views.beside(config.views) == following.beside(config.views):
+        config = config.model_copy(update={"weak_views": following})
     settings = unwatched(config).model_dump(mode="json", exclude_defaults=True)
     for section in KINDS:
         settings[section] = {"name": getattr(config, section).name, **settings.get(section, {})}
