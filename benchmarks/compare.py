@@ -50,8 +50,9 @@ from xmoco.tables.attempts import Books, Wanted, attempt
 from xmoco.tables.bench import Bench, Images
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.trials import DIVERGED, Kept, Trial, divergences, split_facts
+from xmoco.train.callback import Callback
 from xmoco.train.engine import build_fabric
-from xmoco.train.loop import Callback, Training
+from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder
 
 CURVE = "curve.json"

@@ -24,8 +24,9 @@ from xmoco.evaluate.logistic import fit
 from xmoco.settings import load_config
 from xmoco.tables.bench import Bench, Images
 from xmoco.tables.trials import DIVERGED
+from xmoco.train.bad_steps import DivergedError
 from xmoco.train.engine import build_fabric
-from xmoco.train.loop import DivergedError, Training
+from xmoco.train.loop import Training
 
 Compare = Callable[..., list[dict[str, Any]]]
 

@@ -26,7 +26,8 @@ from xmoco.evaluate.classify import LINEAR
 from xmoco.tables import attempts, bench, drawing, running
 from xmoco.tables.definition import read_table
 from xmoco.tables.plan import Asked, plan
-from xmoco.train.loop import DivergedError, Training
+from xmoco.train.bad_steps import DivergedError
+from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder
 
 TABLE: dict[str, Any] = {

@@ -38,7 +38,9 @@ from xmoco.records import Record, commit, machine, versions
 from xmoco.starting_weights import start_from_weights
 from xmoco.tables.columns import Column
 from xmoco.tables.trials import DIVERGED, PART, Trial, numerics, unwatched
-from xmoco.train.loop import Callback, DivergedError, Training
+from xmoco.train.bad_steps import DivergedError
+from xmoco.train.callback import Callback
+from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder, plain
 
 STRENGTHS = (10.0, 1.0, 0.1, 0.01, 0.001)

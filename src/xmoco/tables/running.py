@@ -37,8 +37,9 @@ from xmoco.tables.tuning import (
     trials_asked,
     with_best_rates,
 )
+from xmoco.train.callback import Callback
 from xmoco.train.engine import build_fabric, choose_device
-from xmoco.train.loop import Callback, Training
+from xmoco.train.loop import Training
 from xmoco.train.progress import Progress
 
 
