@@ -535,6 +535,8 @@ def test_auto_trains_transformers_by_adamw(
     assert isinstance(optim, AdamWConfig) == adamw
     assert ("  optim=adamw: networks of this kind hardly learn by SGD\n" in said) == adamw
     assert ("  learning_rate=0.0005: " in said) == (not settings)
+    assert ("  decay_norms_and_biases=false: usual with adamw\n" in said) == adamw
+    assert optim.decay_norms_and_biases == (not adamw)
 
 
 @pytest.mark.parametrize(

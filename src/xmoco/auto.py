@@ -153,7 +153,7 @@ def _for_gpu(situation: Situation, _speed: Speed) -> AutoRecipe:
             views,
             *_evaluation_size(situation, base, backbone, views.value),
             *(_no_small_views(base, NOT_EVERY_MODEL) if timm_name(backbone) else ()),
-            *_network(situation, backbone, f"{images:,} images suit a network of this size"),
+            *_network(situation, base, backbone, f"{images:,} images suit a network of this size"),
             Choice("batch", batch, _per_epoch(steps)),
             _bank(images),
             Choice("epochs", epochs, f"{epochs * steps:,} steps in total"),
@@ -184,7 +184,9 @@ def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:
     steps = max(1, images // batch)
     for backbone, views in _candidates(situation):
         base = _base(views.value, many=False)
-        network = {choice.setting: choice.value for choice in _network(situation, backbone, "")}
+        network = {
+            choice.setting: choice.value for choice in _network(situation, base, backbone, "")
+        }
         fast = speed(base, {**network, "size": views.value, "batch": batch, "local_crops": 0})
         epochs = int(PATIENCE * fast / (steps * batch))
         if epochs >= FEWEST_EPOCHS:
@@ -196,7 +198,7 @@ def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:
             views,
             *_evaluation_size(situation, base, backbone, views.value),
             *_no_small_views(base, "on a CPU, small views would leave time for fewer epochs"),
-            *_network(situation, backbone, _about_speed(fast, situation.processes)),
+            *_network(situation, base, backbone, _about_speed(fast, situation.processes)),
             Choice("batch", batch, _per_epoch(steps)),
             _bank(images),
             Choice("epochs", epochs, _about_epochs(epochs)),
@@ -204,14 +206,14 @@ def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:
     )
 
 
-def _network(situation: Situation, backbone: str, reason: str) -> Sequence[Choice]:
+def _network(situation: Situation, base: str, backbone: str, reason: str) -> Sequence[Choice]:
     """Where weights are given, theirs, and the pixels they know."""
     start = situation.start
     if start is not None:
         own = ("backbone", "stem", "mean", "std")
         return tuple(Choice(name, getattr(start, name), OF_WEIGHTS) for name in own)
     chosen = Choice("backbone", backbone, reason)
-    if timm_name(backbone) is None:
+    if timm_name(backbone) is None or base != "cifar10":
         return (chosen,)
     return chosen, Choice("stem", "imagenet", "models of timm have their own")
 

@@ -35,7 +35,7 @@ from xmoco.methods import Method, build_method, method_class
 from xmoco.nn.backbone_files import named_model
 from xmoco.nn.encoding import describe_batch_norm, resolve_batch_norm
 from xmoco.nn.weights import read_card
-from xmoco.settings import find_field, load_config, value_of
+from xmoco.settings import as_yaml, find_field, load_config, value_of
 from xmoco.starting_weights import Start, expect_size, start_from_weights
 from xmoco.text import printable
 from xmoco.train.engine import build_fabric, on_first, processes_of
@@ -168,8 +168,7 @@ def _choices(base: str, choices: Iterable[Choice], config: Config) -> Iterator[s
     yield f"recipe auto: starts from {base} and sets"
     for setting, value, reason in choices:
         if value_of(config, setting) == value:
-            shown = list(value) if isinstance(value, tuple) else value
-            yield f"  {setting}={shown}: {reason}"
+            yield f"  {setting}={as_yaml(value)}: {reason}"
 
 
 def forecast(config: Config, images: ImageSet, fabric: Fabric) -> str:
