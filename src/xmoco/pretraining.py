@@ -199,14 +199,16 @@ def _run(
 
 
 def _resume_command(path: Path, config: Config, own: Config) -> str:
-    """With what is another now than in the run's ``own`` settings, such as where the images are or
-    in what precision it computes. Where torchrun or srun has started the processes, it does so
-    again."""
+    """In as many processes; where torchrun or srun has started them, it does so again. With what is
+    another now than in the run's ``own`` settings, such as where the images are or in what
+    precision it computes."""
     settings: list[str] = []
     for section, fields in {"run": tuple(RunConfig.model_fields), **FREE}.items():
         now, then = getattr(config, section), getattr(own, section)
         for field in fields:
-            if (value := getattr(now, field)) != getattr(then, field):
+            value = getattr(now, field)
+            several = field in ("devices", "nodes") and value > 1
+            if several or value != getattr(then, field):
                 changed = [f"{field}={as_yaml(value)}"]
                 settings += ["--data", value] if field == "source" else changed
     return shlex.join(["xmoco", "pretrain", "--resume", "--out", str(path), *settings])
