@@ -13,6 +13,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from xmoco.tables.processes import stop_all
+
 CONTEXT = multiprocessing.get_context("spawn")
 """CUDA cannot be used in forks."""
 PIPES = "CUDA_MPS_PIPE_DIRECTORY"
@@ -53,9 +55,6 @@ def in_processes(function: Callable[..., None], arguments: Sequence[tuple[Any, .
             process.join()
         sys.exit(128 + signal.SIGINT)
     finally:
-        for process in processes:
-            if process.is_alive():
-                process.terminate()
-                process.join()
+        stop_all([process for process in processes if process.is_alive()])
         signal.signal(signal.SIGTERM, before)
     return sum(process.exitcode != 0 for process in processes)

@@ -3,10 +3,11 @@
     python benchmarks/compare.py imagenette --data imagenette.tar --seeds 0 1 2 --epochs 200 \\
         "mocov2plus: method=mocov2plus" "xmoco:" "xmoco+: teacher=keys weak_keys=true"
 
-An entry is a name and changes to the recipe. Images are decoded once for all runs. Judged are kNN
-(k 20 and 200) and logistic regression on frozen features of the test images, after the last epoch;
-``--linear`` adds a linear classifier by MoCo's settings for the last seed of every entry. The table
-shows the mean over seeds, the deviation and how many seeds there were.
+An entry is a name and changes to the recipe; what is trained is told by the settings that these
+make, not by the name or the order. Images are decoded once for all runs. Judged are kNN (k 20 and
+200) and logistic regression on frozen features of the test images, after the last epoch;
+``--linear`` adds a linear classifier by MoCo's settings. The table shows the mean over seeds, the
+deviation and how many seeds there were.
 
 With ``--held-out`` the test images are not looked at: a share of the training images is held out by
 a fixed rule, and judged in their place. That is how settings are to be chosen. With ``--watch 20``
@@ -14,16 +15,16 @@ they are judged every 20 epochs as well, by kNN, which goes into the records of 
 the run told last, its loss among it: it shows whether longer training helps, and what becomes of it
 if it does not. ``--sizes`` judges new runs by images of further sizes.
 
-What has its records is not measured again, so that a call that was interrupted goes on. Runs stay
-in ``--runs``, by whose weights ``--linear`` can be measured later; those of which only records are
-left are not trained again for it. Several calls may work on the same entries: each leaves alone
-what another one trains, and says so. ``--at-once 2`` trains two runs side by side; their records
-say so, as their seconds are no measure of speed.
+What has its records is not measured again, so that a call that was interrupted goes on; records of
+``xmoco tables`` in ``--results`` count as well. Runs stay in ``--runs``, by whose weights
+``--linear`` can be measured later; those of which only records are left are not trained again for
+it. Several calls may work on the same entries: each leaves alone what another one trains, and says
+so. ``--at-once 2`` trains two runs side by side. Records tell how many runs shared the GPU: of
+those, seconds are no measure of speed.
 """
 
 import argparse
 import json
-import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -37,28 +38,39 @@ from rich.markup import escape
 from rich.table import Table
 
 from at_once import in_processes, multi_process_service
-from options import at_least
+from options import at_least, share_of_one
 from recipe import RESULTS
-from tune import digest
 from xmoco.config import Config
 from xmoco.errors import Interrupted, UserError
 from xmoco.files import write_whole
 from xmoco.methods import Method, build_method
 from xmoco.records import Record, append_records
+from xmoco.report.circumstances import mean_and_deviation
 from xmoco.settings import load_config
 from xmoco.tables.attempts import Books, Wanted, attempt
-from xmoco.tables.bench import Bench, Images
+from xmoco.tables.bench import Benches
 from xmoco.tables.columns import COLUMNS
-from xmoco.tables.trials import DIVERGED, Kept, Trial, divergences, split_facts
+from xmoco.tables.images import Images
+from xmoco.tables.judging import Judge
+from xmoco.tables.processes import end_with_parent
+from xmoco.tables.trials import (
+    Kept,
+    Trial,
+    divergences,
+    recipe_told,
+    refuse_twins,
+)
 from xmoco.train.callback import Callback
-from xmoco.train.engine import build_fabric
+from xmoco.train.engine import choose_device
 from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder
 
 CURVE = "curve.json"
 """In the folder of a run that was watched."""
-TOGETHER = "runs_at_once"
-"""In a run's folder, how many shared the GPU while it was trained, at the most."""
+OPTIONS = {"seed": "--seeds", "epochs": "--epochs", "source": "--data"}
+"""What an entry cannot set, as all have it in common."""
+RECORDS = ("compare-*.jsonl", "trials-*.jsonl", "tables*.jsonl")
+"""The files in which trials are found, whoever ran them."""
 
 
 @dataclass(frozen=True)
@@ -66,34 +78,32 @@ class Entry:
     name: str
     changes: str
     build: Callable[[Config], Method] = build_method
+    subject: str | None = None
+    """What records call the method, if it is not one of ours."""
 
     @classmethod
     def parse(cls, text: str) -> "Entry":
         name, colon, changes = text.partition(":")
-        if not colon:
+        if not (colon and name.strip()):
             raise SystemExit(f"{text!r} is not of the form 'name: key=value …'.")
+        for change in changes.split():
+            option = OPTIONS.get(change.partition("=")[0].rpartition(".")[2])
+            if option is not None:
+                raise SystemExit(f"{text!r}: give {option} instead of {change}, for all entries.")
         return cls(name.strip(), changes.strip())
 
     def wanted(self, options: argparse.Namespace, seed: int) -> Wanted:
         """At the sizes of the views, of the recipe's evaluation, and of those asked for."""
         usual = [f"log_every={10 if options.watch else 100}", "checkpoint_minutes=1000"]
-        fixed = [f"seed={seed}"]
+        own, fixed = self.changes.split(), [f"seed={seed}"]
         if options.epochs is not None:
             fixed.append(f"epochs={options.epochs}")
-        changes = [*usual, *self.changes.split(), *fixed]
-        config = load_config(options.recipe, changes, {"source": options.data})
-        facts = {
-            "recipe": options.recipe,
-            "recipe_digest": digest(load_config(options.recipe)),
-            "changes": self.changes,
-            **split_facts(options.share if options.held_out else None),
-            "epochs": config.train.epochs,
-            "epoch": config.train.epochs,
-        }
-        linear = ["linear"] if options.linear and seed == options.seeds[-1] else []
+        config = load_config(options.recipe, [*usual, *own, *fixed], {"source": options.data})
+        linear = ["linear"] if options.linear else []
         columns = [COLUMNS[name] for name in ("knn20", "knn200", *linear, "logistic")]
         sizes = sorted({config.input.size, config.input.central_size, *options.sizes})
-        trial = Trial(self.name, config, facts)
+        told = recipe_told(options.recipe, own)
+        trial = Trial.of(config, share(options), told, self.subject)
         label = f"{self.name} [{self.changes}] seed {seed}"
         return Wanted(label, trial, columns, sizes, self.build)
 
@@ -116,7 +126,7 @@ def arguments(says: str) -> argparse.ArgumentParser:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0])
     parser.add_argument("--epochs", type=at_least(1), help="where not the recipe's")
     parser.add_argument("--held-out", action="store_true", help="do not look at the test images")
-    parser.add_argument("--share", type=float, default=0.2, help="that is held out")
+    parser.add_argument("--share", type=share_of_one, default=0.2, help="that is held out")
     parser.add_argument(
         "--watch", type=at_least(1), metavar="EPOCHS", help="also judge every so often, by kNN"
     )
@@ -125,9 +135,6 @@ def arguments(says: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--at-once", type=at_least(1), default=1, help="runs side by side")
     parser.add_argument("--mps", action="store_true", help="use the multi-process service for that")
-    parser.add_argument(
-        "--beside", type=at_least(0), default=0, help="runs that another call trains meanwhile"
-    )
     parser.add_argument("--linear", action="store_true", help="also a linear classifier (slow)")
     parser.add_argument("--runs", type=Path, default=Path("runs/compare"), help="of all trials")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -142,13 +149,16 @@ def run(options: argparse.Namespace, entries: Sequence[Entry], file: str) -> Non
         sys.exit("--watch needs --held-out: test images are looked at once.")
     try:  # a mistake is told before anything is trained
         all_wanted = [one.wanted(options, seed) for seed in options.seeds for one in entries]
+        refuse_twins({wanted.label: wanted.trial for wanted in all_wanted})
         for wanted in all_wanted:
             if wanted.trial.config.data != all_wanted[0].trial.config.data:
                 sys.exit(f"{wanted.label} has other images than {all_wanted[0].label}.")
         images = Images.open(all_wanted[0].trial.config.data, share(options)).fingerprints
     except UserError as error:
         sys.exit(str(error))
-    books = Books(options.results / file, options.runs, images)
+    others = [path for pattern in RECORDS for path in sorted(options.results.glob(pattern))]
+    also = [path for path in others if path.name != file]
+    books = Books(options.results / file, options.runs, images, also)
     missing = []
     for wanted in all_wanted:
         if wanted.lacks_any(known := books.known()):
@@ -158,6 +168,11 @@ def run(options: argparse.Namespace, entries: Sequence[Entry], file: str) -> Non
                 )
             else:
                 missing.append(wanted)
+    if missing:
+        try:  # who cannot write there learns it before the training
+            append_records(books.records, ())
+        except UserError as error:
+            sys.exit(str(error))
     if missing and options.at_once > 1:
         with multi_process_service(options.mps):
             in_processes(attempt_all, [(options, missing, books)] * options.at_once)
@@ -175,21 +190,18 @@ def share(options: argparse.Namespace) -> float | None:
 
 def attempt_all(options: argparse.Namespace, missing: Sequence[Wanted], books: Books) -> None:
     """Whatever fails: the others may be right."""
+    end_with_parent()
     failed: dict[str, str] = {}
-    append_records(books.records, ())  # who cannot write there learns it before the training
-    bench = None
+    benches = Benches()
     for wanted in missing:
         if not wanted.lacks_any(books.known()):
             continue  # another process was faster
-        if bench is None:
-            config = wanted.trial.config
-            fabric, images = build_fabric(config.run), Images.open(config.data, share(options))
-            bench = Bench(fabric, images.decoded(fabric.device, config.data.preload_gib))
-        together = options.at_once + options.beside
-        watch = partial(Curve, bench, wanted.trial.config, options.watch, together)
-        mark = partial(add_to, wanted.trial.config)
+        config = wanted.trial.config
+        bench = benches.of(config, share(options))
+        watch = partial(Curve, bench.judge, config, options.watch)
+        wanted = wanted.with_all_that_is_told(choose_device(config.run.device))
         try:
-            line = attempt(wanted, books, bench, failed, watch=watch, mark=mark)
+            line = attempt(wanted, books, bench, failed, watch=watch, mark=add_curve)
         except Interrupted as stop:
             print(f"{wanted.label} was stopped; the same command goes on.", file=sys.stderr)
             sys.exit(stop.status)
@@ -197,22 +209,17 @@ def attempt_all(options: argparse.Namespace, missing: Sequence[Wanted], books: B
             print(line, flush=True, file=sys.stderr if wanted.label in failed else sys.stdout)
 
 
-def add_to(config: Config, run: RunFolder, found: Sequence[Record]) -> None:
-    """What records tell besides, of the training: today's call may only have measured."""
-    settings = config.model_dump(mode="json", exclude={"run", "data", "monitor"})
-    together, watched = told_in(run.path / TOGETHER), told_in(run.path / CURVE)
-    for record in found:
-        if together is not None and together > 1:
-            record.protocol["runs_at_once"] = together
-        if watched is not None:  # the seconds of training have that in them
+def add_curve(run: RunFolder, found: Sequence[Record]) -> None:
+    """What was seen of the training, if it was watched: today's call may only have measured."""
+    if (watched := curve_in(run.path)) is not None:
+        for record in found:
             record.protocol["watched_every"] = watched[0]
-    if found:
-        found[-1].protocol["settings"] = settings
-        if watched is not None:
+        if found:
             found[0].protocol["curve"] = watched[1]
 
 
-def told_in(file: Path) -> Any:
+def curve_in(folder: Path) -> Any:
+    file = folder / CURVE
     return json.loads(file.read_bytes()) if file.exists() else None
 
 
@@ -220,17 +227,13 @@ class Curve(Callback):
     """What a run is worth as it goes: kNN (k 20) every so many epochs, and what the run told last,
     its loss among it. Points are kept in the run's folder, for when it goes on."""
 
-    def __init__(
-        self, bench: Bench, config: Config, every: int | None, together: int, training: Training
-    ) -> None:
+    def __init__(self, judge: Judge, config: Config, every: int | None, training: Training) -> None:
         assert isinstance(training.task, Method)
-        self.bench, self.config, self.every = bench, config, every
+        self.judge, self.config, self.every = judge, config, every
         self.backbone = training.task.encoder.backbone
         self.file = training.run.path / CURVE
-        _, self.points = told_in(self.file) or (every, [])
+        self.points: list[dict[str, float]] = (curve_in(training.run.path) or (every, []))[1]
         self.told: dict[str, float] = {}
-        shared = training.run.path / TOGETHER
-        write_whole(shared, json.dumps(max(together, told_in(shared) or 1)).encode())
 
     def on_values(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
         self.told = {**values, "told_at_step": step, "told_at_epoch": epoch}
@@ -238,7 +241,7 @@ class Curve(Callback):
     def on_epoch(self, epoch: int, step: int) -> None:
         if not self.every or epoch % self.every:
             return
-        knn = self.bench.knn(self.backbone, self.config.input, k=20)
+        knn = self.judge.knn(self.backbone, self.config.input, k=20)
         now = {**self.told, "step": step, "epoch": epoch, "knn": knn}
         self.points = [point for point in self.points if point["epoch"] < epoch]
         self.points.append({name: round(value, 4) for name, value in now.items()})
@@ -252,12 +255,11 @@ def show(all_wanted: Sequence[Wanted], known: Sequence[Kept], options: argparse.
     rows: dict[str, dict[str, dict[int, float]]] = {}
     diverged = []
     for wanted in all_wanted:
-        trial, own = wanted.trial, wanted.trial.own(known)
-        changes = trial.facts["changes"]
-        cells = rows.setdefault(f"{trial.subject}  {changes}", defaultdict(dict))
+        own = wanted.trial.own(known)
+        cells = rows.setdefault(wanted.label.rpartition(" seed ")[0], defaultdict(dict))
         for record in own:
-            if record.measure != DIVERGED:
-                cells[heading(record)][trial.seed] = record.value
+            if record.measure.endswith("_top1"):
+                cells[heading(record)][record.seed] = record.value
         diverged += [f"{wanted.label} diverged{end}" for end in divergences(own).values()]
     headings = list(dict.fromkeys(heading for cells in rows.values() for heading in cells))
     table = Table(title="held-out images" if options.held_out else "test images")
@@ -265,7 +267,7 @@ def show(all_wanted: Sequence[Wanted], known: Sequence[Kept], options: argparse.
         table.add_column(name, justify="left" if name == "" else "right")
     for entry, cells in rows.items():
         seeds = max((len(values) for values in cells.values()), default=0)
-        shown = [mean_and_deviation([*cells[name].values()]) for name in headings]
+        shown = [mean_and_deviation(cells[name].values(), digits=2) for name in headings]
         table.add_row(escape(entry), *shown, str(seeds))
     console = Console(width=160)
     console.print(table)
@@ -277,13 +279,6 @@ def heading(record: Kept) -> str:
     protocol: dict[str, Any] = record.protocol
     k = f" k {protocol['k']}" if "k" in protocol else ""
     return f"{record.measure.removesuffix('_top1')}{k}, {protocol['size']} px"
-
-
-def mean_and_deviation(values: Sequence[float]) -> str:
-    if not values:
-        return ""
-    deviation = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.2f}{deviation}"
 
 
 if __name__ == "__main__":

@@ -79,8 +79,9 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     changes = " ".join([SETTINGS, *options.settings])
     entries = [
-        compare.Entry(f"lightly's MoCo{ADDED[add]}", changes, partial(LightlyMoCo, add=add))
+        compare.Entry(name, changes, partial(LightlyMoCo, add=add), subject=name)
         for add in options.add
+        for name in [f"lightly's MoCo{ADDED[add]}"]
     ]
     compare.run(options, entries, f"{'trials' if options.held_out else 'compare'}-lightly.jsonl")
 

@@ -16,3 +16,13 @@ def at_least(least: int) -> Callable[[str], int]:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
 
     return number
+
+
+def share_of_one(text: str) -> float:
+    """A number between 0 and 1, neither included."""
+    try:
+        if 0 < (given := float(text)) < 1:
+            return given
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not between 0 and 1")

@@ -33,10 +33,17 @@ from pages.accuracy import (
     protocols_tables,
     tuning_tables,
 )
+from pages.chance import chance
 from pages.cluster import scaling_tables, shards_table
 from pages.common import ROOT, Place
 from pages.comparisons import comparison_tables, paper_tables
-from pages.detection import detection_tables, judging_tables, overfit_tables
+from pages.detection import (
+    detection_tables,
+    judging_tables,
+    overfit_tables,
+    training_tables,
+)
+from pages.effort import effort_table
 from pages.faults import faults_table
 from pages.front import headline, results_in_brief, speed_in_brief
 from pages.gaps import gaps
@@ -102,7 +109,9 @@ PARTS: dict[str, Callable[[Place], str]] = {
     "recipes": recipes_table,
     "tables": list_of_tables,
     "evaluation-protocols": evaluation_protocols,
+    "chance": chance,
     "gaps": gaps,
+    "effort": effort_table,
     "demo": partial(learning_tables, pattern="demo.jsonl"),
     "learning": partial(learning_tables, pattern="recipe-*.jsonl"),
     "methods": methods_table,
@@ -113,6 +122,7 @@ PARTS: dict[str, Callable[[Place], str]] = {
     "comparisons": comparison_tables,
     "paper-tables": paper_tables,
     "detection": detection_tables,
+    "detection-speed": training_tables,
     "detection-overfit": overfit_tables,
     "judging": judging_tables,
     "speed": speed_tables,

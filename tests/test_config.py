@@ -189,6 +189,48 @@ def test_hardly_any_sections_share_a_field() -> None:
     assert shared == [["views", "weak_views"]] * len(AugmentationConfig.model_fields)
 
 
+@pytest.mark.parametrize(
+    ("changes", "crop"),
+    [
+        ("crop_scale=[0.08,1.0]", (0.2, 1.0)),
+        ("crop_scale=[0.4,0.6]", (0.4, 1.0)),
+        ("crop_scale=[0.8,1.0]", (0.8, 1.0)),
+        ("crop_scale=[0.8,1.0] weak_views.crop_scale=[0.1,0.3]", (0.1, 0.3)),
+    ],
+)
+def test_weak_views_are_never_cropped_more_than_the_strong_ones_unless_asked(
+    changes: str, crop: tuple[float, float]
+) -> None:
+    config = load_config("demo", [*changes.split(), "flip=0.1", "views.crop_ratio=[1,2]"])
+    weak = config.weak_views.beside(config.views)
+    assert (weak.crop_scale, weak.crop_ratio, weak.flip) == (crop, (1, 2), 0.1)
+    assert (weak.jitter, weak.grey, weak.blur) == (0, 0, 0)
+    own = load_config("demo", ["weak_views.crop_ratio=[1,1]", "weak_views.flip=0"])
+    weak = own.weak_views.beside(own.views)
+    assert (weak.crop_ratio, weak.flip) == ((1, 1), 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("weak_views.crop_scale=[0,1]", "must be 0 < low ≤ high ≤ 1"),
+        ("weak_views.crop_ratio=[2,1]", "must be 0 < low ≤ high"),
+    ],
+)
+def test_crops_of_weak_views_are_possible(change: str, words: str) -> None:
+    with pytest.raises(UserError, match=f": {words}.$"):
+        load_config("demo", [change])
+
+
+def test_nesterovs_momentum_needs_momentum() -> None:
+    with pytest.raises(UserError) as caught:
+        load_config("demo", ["nesterov=true", "sgd_momentum=0"])
+    assert str(caught.value).endswith(
+        ": is a form of the momentum, so it needs sgd_momentum above 0."
+    )
+    assert load_config("demo", ["nesterov=true"]).optim.model_dump()["nesterov"]
+
+
 def test_the_first_section_that_has_a_field_is_meant() -> None:
     before = load_config("demo")
     usual, weak = load_config("demo", ["flip=0.1"]), load_config("demo", ["weak_views.flip=0.1"])
@@ -270,7 +312,32 @@ def test_what_a_baseline_is_given_beyond_its_paper_is_in_its_name() -> None:
     assert weak.subject == "mocov2plus+weak keys"
     assert load_config("ressl").method.subject == "ressl"  # which has them as published
     more = ["method=co2", "symmetric=true", "consistency_weight=1", "predictor_hidden=64"]
-    assert load_config("demo", more).method.subject == "co2+consistency+predictor"
+    subject = "co2+consistency+symmetric loss+predictor"
+    assert load_config("demo", more).method.subject == subject
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "subject"),
+    [
+        ("sce-imagenet", "", "sce"),  # both directions and a predictor are published for ImageNet
+        ("sce", "weak_keys=false", "sce+strong keys"),
+        ("ressl", "weak_keys=false symmetric=true", "ressl+symmetric loss+strong keys"),
+        ("mnn", "weak_keys=false", "mnn+strong keys"),
+        ("msf", "", "msf"),
+        ("mocov1", "symmetric=true", "moco+symmetric loss"),
+        ("jcl", "symmetric=true", "jcl+symmetric loss"),
+        ("alignuniform", "", "alignuniform"),  # symmetric in the table of XMoCo's paper
+        ("alignuniform", "symmetric=false", "alignuniform"),  # as published
+        ("mocov2plus", "teacher=keys", "mocov2plus"),  # nobody is taught
+        ("mocov2plus", "teacher=keys label_weight=1", "mocov2plus+labels+keys as teacher"),
+        ("cifar10", "teacher=keys label_weight=0", "xmoco+"),
+        ("cifar10", "teacher=keys label_weight=0 consistency_weight=0", "xmoco"),
+    ],
+)
+def test_what_differs_from_the_publication_is_in_the_name(
+    recipe: str, changes: str, subject: str
+) -> None:
+    assert load_config(recipe, changes.split()).method.subject == subject
 
 
 @pytest.mark.parametrize("name", ["simclr", "byol", "swav", "simsiam", "vicreg", "instdisc"])
@@ -311,12 +378,13 @@ def test_xmocos_ideas_are_settings_of_methods_with_negatives(idea: str) -> None:
         changes = [f"method={name}", *both]
         plain = load_config("cifar10", changes).method
         assert plain.added == ()
-        assert plain.subject == name
+        published = not both or name == "sce"
+        assert plain.subject == (name if published else f"{name}+symmetric loss")
         if (name, idea) == ("sce", "label_weight"):  # it has soft labels of its own
             continue
         method = load_config("cifar10", [*changes, f"{idea}=0.5"]).method
         assert method.added == (idea.removesuffix("_weight").replace("label", "labels"),)
-        assert method.subject == f"{name}+{method.added[0]}"
+        assert method.subject == plain.subject.replace(name, f"{name}+{method.added[0]}", 1)
         assert getattr(method, idea) == 0.5
     for name in ("co2", "jcl"):
         with pytest.raises(UserError) as caught:

@@ -11,8 +11,11 @@ from PIL import Image
 
 import xmoco
 from helpers import assert_done, assert_refused, run_cli
+from xmoco.config import InputConfig
+from xmoco.data.imagesets import EncodedImages
 from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
+from xmoco.pictures import show_pictures
 
 CPU = xmoco.EvalOptions("cpu", readers=1)
 GREY = {"mean": (0.4, 0.5, 0.6), "std": (0.2, 0.3, 0.2)}
@@ -83,6 +86,25 @@ def test_the_command_writes_what_the_function_finds(weights: Path, photos: Path)
     expected = xmoco.embed(weights, photos, options=xmoco.EvalOptions("cpu", size=24))
     assert list(known["names"]) == expected.names
     np.testing.assert_allclose(known["features"], expected.features, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "kept"), [(224, 512), (1024, 1170)])
+def test_large_pictures_are_shrunk_when_decoded_as_in_evaluations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, kept: int
+) -> None:
+    draw(tmp_path / "large.png", 0, 1800, 1200)
+    decoded: list[torch.Tensor] = []
+
+    def read(self: EncodedImages, index: int) -> torch.Tensor:
+        decoded.append(original(self, index))
+        return decoded[-1]
+
+    original = EncodedImages.read
+    monkeypatch.setattr(EncodedImages, "read", read)
+    network = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    seen = show_pictures(network, tmp_path, InputConfig(size=size), torch.device("cpu"))
+    assert seen.vectors.shape == (1, 3)
+    assert [image.shape for image in decoded] == [(3, kept * 3 // 2, kept)]
 
 
 def test_of_other_peoples_weights_is_told_what_was_loaded_and_guessed(photos: Path) -> None:

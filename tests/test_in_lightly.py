@@ -51,10 +51,9 @@ def measure(
 def test_each_way_is_trained_once_by_seed(
     measure: Callable[..., list[dict[str, Any]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first = measure("--add", "nothing", "--beside", "2")
+    first = measure("--add", "nothing")
     assert {r["subject"] for r in first} == {"lightly's MoCo"}
-    assert {r["measure"] for r in first} == {"knn_top1", "logistic_top1"}
-    assert {r["protocol"]["runs_at_once"] for r in first} == {3}
+    assert {r["measure"] for r in first} >= {"knn_top1", "logistic_top1"}
     records = measure()
     assert records[: len(first)] == first
     ways = ("lightly's MoCo", "lightly's MoCo with consistency", "lightly's MoCo with both ideas")

@@ -23,11 +23,18 @@ from helpers import (
 from xmoco.auto import Situation, duration
 from xmoco.config import Config
 from xmoco.config.optimizers import AdamWConfig, SGDConfig
-from xmoco.data import ArrayImages
+from xmoco.data import ArrayImages, trees
 from xmoco.errors import UserError
 from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
-from xmoco.planning import _process_warnings, forecast, show_plan, with_full_paths
+from xmoco.planning import (
+    _idle_settings,
+    _process_warnings,
+    _schedule_warnings,
+    forecast,
+    show_plan,
+    with_full_paths,
+)
 from xmoco.settings import load_config
 
 
@@ -55,6 +62,16 @@ def test_auto_says_what_it_chose_and_why(
     assert config.method.model_dump()["bank_length"] == 80  # half of the images
     assert "steps will take about" in said
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_images_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    listed = trees._files_below
+    monkeypatch.setattr(
+        trees, "_files_below", lambda top, endings: looked.append(top) or listed(top, endings)
+    )
+    show_plan(data=make_images(tmp_path / "photos", each=40), overrides=["device=cpu", "batch=20"])
+    assert looked == [str(tmp_path / "photos")]
 
 
 def test_auto_tells_of_views_that_suit_a_gpu(
@@ -160,6 +177,17 @@ def test_a_plan_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert config.train.epochs == 2
     assert "steps will take about" in said
     assert "not counting kNN: measured 200 images/s on random input" in said
+
+
+def test_a_plan_tells_what_is_passed_over(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in ("train", "val", "masks"):
+        make_images(tmp_path / folder, each=4)
+    show_plan("demo", data=tmp_path, overrides=["device=cpu", "batch=8"])
+    said = capsys.readouterr().out
+    assert f"folder {tmp_path.name} (train): 16 images, 4 classes\n" in said
+    assert "passed over beside train/ and val/: masks/ (16 images)\n" in said
 
 
 def fabric_of(processes: int, device: str) -> Any:
@@ -507,6 +535,38 @@ def test_a_warm_up_suits_the_epochs_or_is_warned_of(
         assert "the learning rate rises" not in said
     else:
         assert words in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ("method=swav freeze_prototypes_epochs=4", "prototypes do not move for 4 of 4 epochs"),
+        ("method=uota queue_length=64", "the queue takes no part for 15 of 4 epochs"),
+        ("consistency_warmup_epochs=4", "the weight of consistency rises for 4 of 4 epochs"),
+        ("method=co2 agreement_warmup_epochs=9", "the weight of agreement rises for 9 of 4 epochs"),
+        ("method=mocov2plus teacher=keys", "label_weight and consistency_weight are 0"),
+        (
+            "positive_mass_end=0.5 label_weight=0",
+            "positive_mass_end has no effect: label_weight is",
+        ),
+        (
+            "method=simclr consistency_warmup_epochs=9",
+            "consistency_warmup_epochs has no effect: consistency_weight is 0",
+        ),
+        ("method=co2 agreement_warmup_epochs=9 agreement_weight=0", "agreement_weight is 0"),
+        ("method=swav", None),
+        ("consistency_warmup_epochs=2", None),
+        ("method=mocov2plus teacher=keys consistency_weight=1", None),
+        ("positive_mass_end=0.5", None),
+    ],
+)
+def test_settings_that_come_too_late_or_do_nothing_are_warned_of(
+    settings: str, words: str | None
+) -> None:
+    config = load_config("demo", ["epochs=4", *settings.split()])
+    warnings = [*_schedule_warnings(config), *_idle_settings(config)]
+    assert len(warnings) == (words is not None)
+    assert all(words in warning for warning in warnings if words)
 
 
 @pytest.mark.parametrize(

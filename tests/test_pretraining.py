@@ -367,8 +367,8 @@ def test_accumulation_and_the_second_method(recipe: Path, tmp_path: Path) -> Non
     assert_done(run_cli("pretrain", "--recipe", recipe, "--out", run, *changes))
     values = metrics(run)[-1]["values"]
     assert {name for name in values if name.startswith("loss/")} == {
-        "loss/source",
-        "loss/target",
+        "loss/contrast_source",
+        "loss/contrast_target",
     }
     assert values.keys() >= METRICS
     # Parts of a step enter the banks one by one: 8 steps of 2 parts of 8 images.

@@ -525,7 +525,9 @@ def test_figures_that_are_settings_are_those_in_force() -> None:
 def test_the_label_file_is_read_as_shown(tmp_path: Path) -> None:
     (table,) = (block for block in blocks("") if block.startswith("image,labels"))
     (tmp_path / "labels.csv").write_text(table, encoding="utf-8")
-    assert read_label_file(FolderTree(tmp_path), "") == {
+    file = read_label_file(FolderTree(tmp_path), "")
+    assert file is not None
+    assert file.labels == {
         "street/0012.jpg": {"car", "person"},
         "sky.jpg": set(),
     }

@@ -39,6 +39,7 @@ from xmoco.report.circumstances import (
     last_of_each,
     markdown_table,
     section,
+    sentence,
 )
 
 Knn = Measured[KnnProtocol]
@@ -345,6 +346,7 @@ def tuning_table(place: Place, file: Path, records: Sequence[AnyRecord]) -> str:
     return section(
         markdown_table(["overrides", *headings], "lrr", rows),
         shared,
+        sentence(f"all trials are of {', '.join(dict.fromkeys(map(name_of, records)))}"),
         circumstances(records, lambda r: r.protocol["split"]),
         place.link(file),
     )

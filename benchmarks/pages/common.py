@@ -16,12 +16,15 @@ AnyRecord = Measured[dict[str, Any]]
 
 NOTHING = "–"
 NO_CHANGES = "none"
-"""What the records of benchmarks/tune.py have for a recipe as it is."""
+"""What the records in tuning.jsonl have for a recipe as it is."""
 SUBJECTS = {
     **METHOD_NAMES,
     **NAMES,
     "supervised": "supervised",
     "moco": "MoCo (one direction)",
+    "mocov2plus+weak keys": "MoCo v2+ with weak keys",
+    "mocov2plus+weak keys+small views": "MoCo v2+ with weak keys and small views",
+    "mocov2plus+predictor": "MoCo v2+ with a predictor",
     "mocov2plus (again)": "MoCo v2+, repeated",
     "xmoco, K 65,536": "XMoCo, K = 65,536",
     "xmoco (plain)": "XMoCo, plain PyTorch",

@@ -3,9 +3,9 @@
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pages.common import (
     NOTHING,
@@ -14,6 +14,7 @@ from pages.common import (
     common_overrides,
     name_of,
 )
+from pages.trials import FILES, all_trials, overlapping, the_run
 from xmoco.data.subset import HELD_OUT
 from xmoco.records import (
     read_records,
@@ -23,6 +24,7 @@ from xmoco.report.circumstances import (
     grouped,
     last_of_each,
     markdown_table,
+    mean_and_deviation,
     section,
     sentence,
 )
@@ -30,7 +32,7 @@ from xmoco.tables.definition import Table, read_table, table_names
 from xmoco.tables.drawing import markdown, notes
 from xmoco.tables.filling import Filled, fill_all
 from xmoco.tables.trials import DIVERGED, divergences
-from xmoco.tables.tuning import trial_table
+from xmoco.tables.tuning import OWN, trial_table
 
 COMPARED_SAY = (
     "Each row is a recipe with the given overrides; ± is the standard deviation over seeds. Rows "
@@ -59,15 +61,21 @@ def comparison_tables(place: Place) -> str:
 def tables_of(place: Place, file: Path) -> list[str]:
     """Each with a line above it."""
     tables = []
-    records = [r for r in read_records(file, AnyRecord) if not chosen_by_test_images(r)]
+    records = [r for r in read_records(file, AnyRecord) if is_shown(r)]
     for alike in grouped(records, in_one_table):
         work, split, recipe = in_one_table(alike[0])
         sizes = {record.protocol["size"] for record in alike if record.measure != DIVERGED}
         size = f"at {sizes.pop()} px " if len(sizes) == 1 else ""
         judged = JUDGED_ON.get(split, "images " + split)
         lead = f"**{work_named(work)}, evaluated {size}on {judged}; recipe {recipe}**"
-        tables += [lead, comparison_table(place, file, alike)]
+        tables += [lead, comparison_table(place, alike, file)]
     return tables
+
+
+def is_shown(record: AnyRecord) -> bool:
+    """Accuracies, and that there is none; what else training tells is for other tables."""
+    accuracy = record.measure.endswith("_top1") and not chosen_by_test_images(record)
+    return accuracy or record.measure == DIVERGED
 
 
 def work_named(work: str) -> str:
@@ -85,33 +93,72 @@ PAPER_TABLES_SAY = (
 )
 
 
+SOME = 12
+"""More missing rows than these are counted."""
+
+
 def paper_tables(place: Place) -> str:
-    """What ``xmoco tables run`` measured, beside the paper's figures."""
-    parts: list[str] = []
-    for file in place.files("tables*.jsonl"):
-        records = read_records(file, AnyRecord)
-        tables = [*map(read_table, table_names())]
-        tried = {table.title: trials_of(table, records) for table in tables}
-        as_trials = {id(r) for found in tried.values() for one in found for r in one.records}
-        shown: set[int] = set()
-        for table in tables:
-            for filled in (*tried[table.title], *fill_all(table, records)):
-                found = {id(record) for record in filled.records}
-                # On held-out images, rows may be nothing but trials of this or another table.
-                again = filled not in tried[table.title] and found <= as_trials
-                if sum(bool(line.cells) for line in filled.lines) > 1 and not again:
-                    shown |= found
-                    parts += paper_table(place, file, filled)
-        former = [r for r in records if id(r) not in shown and r.measure.endswith("_top1")]
-        for alike in grouped(former, lambda r: (r.work, r.protocol["split"], r.protocol["size"])):
-            parts.append(f"**With earlier settings: {alike[0].work}**")
-            parts.append(comparison_table(place, file, alike))
+    """The paper's tables, as far as ``xmoco tables run`` or a comparison has measured them."""
+    ours = all_trials(place, "tables*.jsonl")
+    parts, shown = [], set()
+    for _, filled in measured_tables(place):
+        shown |= {record_key(record) for record in filled.records}
+        parts += paper_table(place, filled)
+    former = [r for r in ours if record_key(r) not in shown and is_shown(r)]
+    for alike in grouped(former, lambda r: (r.work, r.protocol["split"], r.protocol.get("size"))):
+        parts.append(f"**With earlier settings: {alike[0].work}**")
+        parts.append(comparison_table(place, alike, *place.files("tables*.jsonl")))
     heading = "## The paper's tables at small scale"
     return "\n\n".join([heading, PAPER_TABLES_SAY, *parts] if parts else [])
 
 
+def record_key(record: AnyRecord) -> str:
+    return record.model_dump_json()
+
+
+def measured_tables(place: Place) -> list[tuple[str, Filled]]:
+    """By name, the trials of a table before it; in every group of figures with at least one row."""
+    records = all_trials(place)
+    ours = {record_key(record) for record in all_trials(place, "tables*.jsonl")}
+    tables = {name: read_table(name) for name in table_names()}
+    tried = {name: trials_of(table, records) for name, table in tables.items()}
+    as_trials = {id(r) for found in tried.values() for one in found for r in one.records}
+    measured = []
+    for name, table in tables.items():
+        for filled in (*tried[name], *fill_all(table, records)):
+            if filled.group.split == HELD_OUT:
+                # Rows may be nothing but trials of this or another table, or of a comparison.
+                again = filled not in tried[name] and ids_in(filled) <= as_trials
+                if again or not any(record_key(r) in ours for r in filled.records):
+                    continue
+            if filled.records:
+                measured.append((name, filled))
+    return without_repeated(measured)
+
+
+def without_repeated(measured: Sequence[tuple[str, Filled]]) -> list[tuple[str, Filled]]:
+    """A single row is no table where it is one of another's, which all have the recipe's own
+    settings among their rows; nor is it one after other epochs than the table's."""
+    kept, shown = [], set[int]()
+    for one in sorted(measured, key=lambda one: -rows_in(one[1])):
+        filled = one[1]
+        own = filled.group.epochs == filled.table.epochs and not ids_in(filled) <= shown
+        if rows_in(filled) > 1 or own:
+            kept.append(one)
+            shown |= ids_in(filled)
+    return [one for one in measured if one in kept]
+
+
+def rows_in(filled: Filled) -> int:
+    return sum(bool(line.cells) for line in filled.lines)
+
+
+def ids_in(filled: Filled) -> set[int]:
+    return {id(record) for record in filled.records}
+
+
 def trials_of(table: Table, records: Sequence[AnyRecord]) -> list[Filled]:
-    """The learning rates that were tried for a table, if any but the rows' own were."""
+    """The settings that were tried for a table, if any but the rows' own were."""
     tuning = table.tuning
     if tuning is None:
         return []
@@ -120,17 +167,27 @@ def trials_of(table: Table, records: Sequence[AnyRecord]) -> list[Filled]:
         for one in fill_all(trial_table(table, table.epochs), records)
         if (one.group.split, one.group.held_out_share) == (HELD_OUT, tuning.share)
         and one.group.epochs <= tuning.epochs
-        and any(line.cells for line in one.lines if not line.row.name.endswith(" × 1"))
+        and any(line.cells for line in one.lines if not line.row.name.endswith(f", {OWN}"))
     ]
 
 
-def paper_table(place: Place, file: Path, filled: Filled) -> list[str]:
-    missing = [ln.row.name for ln in filled.lines if not ln.cells and not ln.row.paper_only]
+def paper_table(place: Place, filled: Filled) -> list[str]:
+    rows = [line for line in filled.lines if not line.row.paper_only]
+    missing = [line.row.name for line in rows if not line.cells]
     gap = f"Not measured yet: {', '.join(missing)}." if missing else ""
+    if len(missing) > SOME:
+        gap = f"Not measured yet: {len(missing)} of {len(rows)} rows."
+    keys = {record_key(record) for record in filled.records}
+    files = [
+        file
+        for pattern in FILES
+        for file in place.files(pattern)
+        if keys & set(map(record_key, all_trials(place, file.name)))
+    ]
     return [
         f"### {filled.table.title}",
         sentence(str(filled.group)),
-        section(markdown(filled.measured_only()), gap, *notes(filled), place.link(file)),
+        section(markdown(filled.measured_only()), gap, *notes(filled), *map(place.link, files)),
     ]
 
 
@@ -150,7 +207,7 @@ def compared_with(record: AnyRecord) -> tuple[str, str, str, int]:
     return *in_one_table(record), record.protocol["size"]
 
 
-def comparison_table(place: Place, file: Path, records: Sequence[AnyRecord]) -> str:
+def comparison_table(place: Place, records: Sequence[AnyRecord], *files: Path) -> str:
     """A row for every entry and size of images, with the changes that not all have; a column for
     every measure."""
     common, own = common_overrides([record.protocol["changes"] for record in records])
@@ -167,7 +224,8 @@ def comparison_table(place: Place, file: Path, records: Sequence[AnyRecord]) -> 
     entries = grouped(records, lambda r: (r.subject, r.protocol["changes"], r.protocol["size"]))
     if not several_sizes:
         entries.sort(key=lambda entry: mean_of(entry, next(iter(columns))), reverse=True)
-    times = [time for entry in entries if (time := training_time(entry)) is not None]
+    overlaps = overlapping(place)
+    times = [t for entry in entries if (t := training_time(entry, overlaps)) is not None]
     for entry in entries:
         facts = entry[0].protocol
         size = f"{facts['size']} px" if several_sizes else ""
@@ -176,14 +234,14 @@ def comparison_table(place: Place, file: Path, records: Sequence[AnyRecord]) -> 
             of_so_many([record for record in entry if measured_by(record) == column], len(seeds_of))
             for column in columns
         ]
-        time = training_time(entry)
+        time = training_time(entry, overlaps)
         seeds = str(len(seeds_of)) if several_seeds else ""
         marked = "" if time is None else time.marked
         rows.append([name_of(entry[0]), own[facts["changes"]], marked, size, *cells, seeds])
     headings = ["method", "overrides", "training time", "evaluated at", *columns, "seeds"]
     table = markdown_table(headings, "llrr" + "r" * (len(columns) + 1), rows)
     ends = f"Training diverged: {'; '.join(diverged)}." if diverged else ""
-    told = (marks_told(times), common, ends, circumstances(everything), place.link(file))
+    told = (marks_told(times), common, ends, circumstances(everything), *map(place.link, files))
     return section(table if rows else "", *told).strip()
 
 
@@ -194,12 +252,13 @@ def quoted(changes: str) -> str:
 class TrainingTime(NamedTuple):
     minutes: float
     sharing: int | None
-    """How many runs shared the GPU, if it had to be shared."""
+    """How many runs shared the GPU, if it had to be shared; 0 if nobody counted them."""
     watched: bool
     """Whether the time includes evaluations."""
 
     def __str__(self) -> str:
-        shared = "" if self.sharing is None else f" with {self.sharing} runs sharing the GPU"
+        how_many = f"{self.sharing} runs" if self.sharing else "other runs"
+        shared = "" if self.sharing is None else f" with {how_many} sharing the GPU"
         return f"{self.minutes:.1f} min{shared}{' including evaluations' * self.watched}"
 
     @property
@@ -208,26 +267,41 @@ class TrainingTime(NamedTuple):
         return f"{self.minutes:.1f} min{'†' * (self.sharing is not None)}{'‡' * self.watched}"
 
 
-def training_time(records: Sequence[AnyRecord]) -> TrainingTime | None:
-    """The mean over runs that had the GPU to themselves, if any, or else over those that shared
-    it."""
+def training_time(
+    records: Sequence[AnyRecord], overlaps: Set[tuple[Any, ...]]
+) -> TrainingTime | None:
+    """The mean over runs that had the machine to themselves, if any, or else over those that shared
+    it: those say so, or overlapped with others in time."""
     runs = [r for r in last_of_each(records, lambda r: r.seed) if "train_seconds" in r.protocol]
     if not runs:
         return None
-    alone = [record for record in runs if "runs_at_once" not in record.protocol]
-    minutes = [record.protocol["train_seconds"] / 60 for record in alone or runs]
-    together = max(record.protocol.get("runs_at_once", 1) for record in runs)
-    watched = any("watched_every" in record.protocol for record in runs)
+    alone = [r for r in runs if "runs_at_once" not in r.protocol and the_run(r) not in overlaps]
+    minutes = [train_seconds(record) / 60 for record in alone or runs]
+    together = max(record.protocol.get("runs_at_once", 0) for record in runs)
+    # Epochs are timed without the evaluations between them.
+    watched = any("watched_every" in r.protocol and "epoch_seconds" not in r.protocol for r in runs)
     return TrainingTime(statistics.fmean(minutes), None if alone else together, watched)
 
 
+def train_seconds(record: AnyRecord) -> float:
+    """Without compiling, where epochs were timed."""
+    facts = record.protocol
+    whole: float = facts["train_seconds"]
+    return facts["epoch_seconds"] * facts["epochs"] if "epoch_seconds" in facts else whole
+
+
 def marks_told(times: Sequence[TrainingTime]) -> str:
-    sharing = " / ".join(str(n) for n in dict.fromkeys(time.sharing for time in times) if n)
+    counted = " / ".join(str(n) for n in dict.fromkeys(time.sharing for time in times) if n)
+    uncounted = any(time.sharing == 0 for time in times)
+    sharing = f"{counted} runs shared the GPU" if counted else ""
+    if uncounted:
+        sharing += ", or others" if counted else "Other runs"
+        sharing += " trained on the same machine meanwhile, by the times of their records"
     return " ".join(
         filter(
             None,
             (
-                f"† {sharing} runs shared the GPU." if sharing else "",
+                f"† {sharing}." if sharing else "",
                 "‡ Including evaluations during training." if any(t.watched for t in times) else "",
             ),
         )
@@ -257,10 +331,7 @@ def measured_by(record: AnyRecord) -> str:
 def over_seeds(records: Sequence[AnyRecord]) -> str:
     """The mean, with the deviation of several seeds."""
     values = [record.value for record in last_of_each(records, lambda r: r.seed)]
-    if not values:
-        return NOTHING
-    deviation = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.1f}{deviation} %"
+    return f"{mean_and_deviation(values)} %" if values else NOTHING
 
 
 def of_so_many(records: Sequence[AnyRecord], seeds: int) -> str:

@@ -1,14 +1,36 @@
 """Tables of what detectors reached on several backbones: the mean over seeds, and its deviation;
-of those that overfit a few images; and of how long it takes to evaluate what they found.
+of those that overfit a few images; of how fast they are trained, and whether to equal AP; and of
+how long it takes to evaluate what they found.
 """
 
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from pages.common import NOTHING, AnyRecord, Place, name_of
+from pydantic import BaseModel, Field
+
+from pages.common import (
+    NOTHING,
+    SUBJECTS,
+    AnyRecord,
+    Place,
+    by_subject,
+    by_work,
+    data,
+    name_of,
+    setting,
+)
+from pages.speed import number_of_rounds
 from xmoco.detect.models import DESIGNS
-from xmoco.records import DetectionProtocol, Measured, read_records
+from xmoco.nn.named_models import SCRATCH
+from xmoco.records import (
+    STRICT,
+    DetectionProtocol,
+    Measured,
+    Name,
+    SpeedProtocol,
+    read_records,
+)
 from xmoco.report.circumstances import (
     Fact,
     circumstances,
@@ -30,6 +52,7 @@ FACTS: Sequence[Fact] = (
     lambda r: f"batch {r.protocol.batch}",
     lambda r: f"metric {r.protocol.metric}",
 )
+batch = setting("batch", "batch {}")
 JUDGES = {"xmoco": "xmoco, by hotcoco", "pycocotools": "pycocotools"}
 """By the subjects of records."""
 
@@ -99,7 +122,7 @@ def key(record: Detected) -> tuple[str, str]:
 def compared_with(record: Detected) -> tuple[object, ...]:
     protocol = record.protocol
     told = (protocol.model, protocol.data, protocol.steps, protocol.size, protocol.metric)
-    return (*told, record.work)
+    return (*told, protocol.batch, protocol.train_images, record.work)
 
 
 def title(record: Detected) -> str:
@@ -114,13 +137,19 @@ def table(place: Place, file: Path, records: Sequence[Detected]) -> str:
         return record.subject, record.protocol.digest, record.protocol.model
 
     last = last_of_each(records, lambda r: (*row(r), r.measure, r.seed))
+    scratch = [r.value for r in last if (r.subject, r.measure) == (SCRATCH, "box_ap")]
     rows = []
     for own in grouped(last, row):
         cells = [cell([r.value for r in own if r.measure == measure]) for measure in COLUMNS]
-        rows.append([backbone(own[0]), *cells])
+        least = [] if own[0].subject == SCRATCH else scratch
+        above = difference([r.value for r in own if r.measure == "box_ap"], least)
+        rows.append([backbone(own[0]), *cells, above])
     there = {record.measure for record in last}
     kept = [0, *(n for n, measure in enumerate(COLUMNS, start=1) if measure in there)]
     headings = ["backbone", *COLUMNS.values()]
+    if any(row[-1] for row in rows):
+        headings.append("box AP above scratch")
+        kept.append(len(headings) - 1)
     return section(
         markdown_table(
             [headings[n] for n in kept],
@@ -142,6 +171,131 @@ def cell(values: Sequence[float]) -> str:
         return NOTHING
     mean = f"{statistics.fmean(values):.1f}"
     return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values):.1f}"
+
+
+def difference(values: Sequence[float], others: Sequence[float]) -> str:
+    """By how much the mean of some is above that of others, and how many deviations of a single
+    value that is."""
+    if not values or not others:
+        return ""
+    above = statistics.fmean(values) - statistics.fmean(others)
+    if len(values) < 2 or len(others) < 2:
+        return f"{above:+.1f}"
+    deviation = (statistics.variance(values) / 2 + statistics.variance(others) / 2) ** 0.5
+    if deviation == 0:  # after few steps nobody finds anything, whatever the seed
+        return f"{above:+.1f}"
+    return f"{above:+.1f} ({above / deviation:.1f} deviations)"
+
+
+class TrainingSpeed(SpeedProtocol):
+    """How fast a detector is trained."""
+
+    model: Name
+    images: Name = Field(description="In which form they wait for their turn.")
+
+
+class ShortTraining(BaseModel):
+    """What was trained by one program or the other, to compare the AP it reached."""
+
+    model_config = STRICT
+
+    data: Name
+    model: Name
+    weights: Name = Field(description="Who made the backbone.")
+    digest: Name
+    backbone: Name
+    batch: int = Field(ge=1)
+    size: int = Field(ge=1)
+    steps: int = Field(ge=1)
+    metric: Name
+    judged_images: int = Field(ge=1)
+
+
+TRAINERS = {
+    "xmoco": "xmoco",
+    "torchvision": "torchvision's reference loop",
+    "torchvision, amp": "torchvision's reference loop, mixed precision",
+}
+"""By the subjects of records."""
+SPEED_HEADING = "## Training speed"
+SPEED_SAYS = (
+    "One detector is trained on the same images in the same order by xmoco and by the loop of "
+    "torchvision's reference program, in alternating rounds on one GPU. AP after short training "
+    "shows whether they learn equally well: all start from the same weights, and before testing "
+    "batch statistics are re-estimated on the same number of images."
+)
+
+
+def training_tables(place: Place, pattern: str = "detect-speed.jsonl") -> str:
+    """How fast xmoco and others train a detector, and what AP it reaches."""
+    tables = []
+    for file in place.files(pattern):
+        speeds = read_records(file, Measured[TrainingSpeed], ["detect_images_per_second"])
+        for alike in grouped(speeds, by_work):
+            tables += [f"**{trained(alike[0])}**", speed_table(place, file, alike)]
+        for alike in grouped(read_records(file, Measured[ShortTraining], COLUMNS), trained_alike):
+            lead = f"**AP of {trained(alike[0])}, after {alike[0].protocol.steps:,} steps**"
+            tables += [lead, equality_table(place, file, alike)]
+    return "\n\n".join([SPEED_HEADING, SPEED_SAYS, *tables] if tables else [])
+
+
+def trained(record: Measured[TrainingSpeed] | Measured[ShortTraining]) -> str:
+    return f"{DESIGNS[record.protocol.model].title}, {data(record)}, {record.protocol.size} px"
+
+
+def trained_alike(record: Measured[ShortTraining]) -> tuple[object, ...]:
+    protocol = record.protocol
+    return record.work, protocol.data, protocol.steps, protocol.digest, protocol.metric
+
+
+def speed_table(place: Place, file: Path, records: Sequence[Measured[TrainingSpeed]]) -> str:
+    last = last_of_each(records, by_subject)
+    rows = []
+    for record in last:
+        told = record.protocol
+        ratio, gib = told.times_baseline, told.gpu_memory_gib
+        rows.append(
+            [
+                TRAINERS.get(record.subject, record.subject),
+                told.precision,
+                told.images,
+                f"{record.value:.1f}",
+                "" if ratio is None else f"{ratio:.2f}",
+                "" if gib is None else f"{gib:.1f} GiB",
+                f"{100 * told.waiting:.1f} %",
+            ]
+        )
+    headings = ["program", "precision", "images", "images/s", "× best baseline", "GPU memory"]
+    table = markdown_table([*headings, "waiting"], "lllrrrr", rows)
+    return section(table, circumstances(last, number_of_rounds, batch), place.link(file))
+
+
+def equality_table(place: Place, file: Path, records: Sequence[Measured[ShortTraining]]) -> str:
+    """A row for every program, and how far xmoco is above it."""
+    last = last_of_each(records, lambda r: (r.subject, r.measure, r.seed))
+    values: dict[tuple[str, str], list[float]] = {}
+    for record in last:
+        values.setdefault((record.subject, record.measure), []).append(record.value)
+    ours = values.get(("xmoco", "box_ap"), [])
+    rows = [
+        [
+            TRAINERS.get(name, name),
+            *(cell(own) if (own := values.get((name, measure))) else "" for measure in COLUMNS),
+            "" if name == "xmoco" else difference(ours, values.get((name, "box_ap"), [])),
+        ]
+        for name in dict.fromkeys(record.subject for record in last)
+    ]
+    headings = ["program", *COLUMNS.values(), "box AP of xmoco above it"]
+    table = markdown_table(headings, "l" + "r" * (len(headings) - 1), rows)
+    facts: Sequence[Fact] = (
+        lambda r: (
+            f"weights: {SUBJECTS.get(r.protocol.weights, r.protocol.weights)}, "
+            f"{r.protocol.backbone}"
+        ),
+        lambda r: f"{r.protocol.judged_images:,} evaluated",
+        lambda r: f"metric {r.protocol.metric}",
+    )
+    return section(table, circumstances(last, *facts, batch), place.link(file))
 
 
 def judging_tables(place: Place, pattern: str = "detect-metrics.jsonl") -> str:

@@ -1,21 +1,24 @@
 """What the front page says in brief."""
 
+import json
 import re
-from collections.abc import Sequence, Set
-from typing import Any
+from collections.abc import Sequence
 
 from pages.accuracy import Knn, ProtocolGrid, judged_records, mean, protocol_name
 from pages.common import (
     AnyRecord,
     Place,
     by_work,
+    common_overrides,
     data,
     device,
     name_of,
 )
 from pages.comparisons import compared_with, in_one_table, over_seeds, training_time
+from pages.effort import method_of, trials
 from pages.speed import BASELINES, WORKLOADS, number_of_rounds, place_of, speeds_in
-from tune import digest
+from pages.trials import all_trials, overlapping
+from xmoco.config import InputConfig
 from xmoco.records import (
     read_records,
 )
@@ -27,6 +30,7 @@ from xmoco.report.circumstances import (
     sentence,
 )
 from xmoco.settings import load_config, recipe_names
+from xmoco.tables.trials import recipe_digest
 
 IN_BRIEF = {
     "kNN (k = 200)": "kNN top-1 (k = 200)",
@@ -48,14 +52,16 @@ def headline(place: Place) -> str:
     )
 
 
-RIVALS = ("mocov2plus", "mocov2plus+small views")
+RIVAL = "mocov2plus"
+"""With whatever is added to it."""
 LONG = 800
 """Epochs for which others publish what they reach on the same photographs."""
 
 
 def all_of_photographs(place: Place) -> list[AnyRecord]:
-    files = place.files("compare-imagenette*.jsonl")
-    return [record for file in files for record in read_records(file, AnyRecord)]
+    of_tables = all_trials(place, "tables*.jsonl")
+    own = [record for record in of_tables if record.work.startswith("imagenette")]
+    return [*all_trials(place, "compare-imagenette*.jsonl"), *own]
 
 
 def of_photographs(place: Place, epochs: int) -> list[AnyRecord]:
@@ -78,7 +84,7 @@ def size_of(run: Sequence[AnyRecord]) -> int:
     """At which it is to be judged; records of former days do not tell, and have one size only."""
     for record in run:
         if "settings" in record.protocol:
-            input = record.protocol["settings"]["input"]
+            input = InputConfig().model_dump() | record.protocol["settings"].get("input", {})
             return int(input["eval_size"] or input["size"])
     return int(next(r.protocol["size"] for r in run if "size" in r.protocol))
 
@@ -88,48 +94,67 @@ def the_run(record: AnyRecord) -> tuple[object, ...]:
 
 
 def the_entry(record: AnyRecord) -> tuple[object, ...]:
-    return *in_one_table(record), record.subject, record.protocol["changes"]
+    """By its settings, however they were asked for."""
+    facts = record.protocol
+    own = json.dumps(facts["settings"], sort_keys=True) if "source" in facts else facts["changes"]
+    return *in_one_table(record), record.subject, own
 
 
 def photographs_headline(place: Place) -> str:
-    """The methods side by side on photographs, over the same seeds, the best first."""
+    """All entries side by side on photographs, the best first: of a method's several, the better
+    one may not be the first."""
     groups = [
         group
         for group in grouped(of_photographs(place, 200), compared_with)
-        if any(record.subject in RIVALS for record in group)
+        if any(record.subject.startswith(RIVAL) for record in group)
     ]
     newest = max(groups, key=lambda group: max(record.time for record in group), default=[])
-    first: dict[str, list[AnyRecord]] = {}  # of a method's entries; others are variants of it
-    for entry in grouped(newest, the_entry):
-        first.setdefault(entry[0].subject, entry)
-    met = {record.seed for rival in RIVALS for record in first.get(rival, [])}
-    entries = [entry for entry in first.values() if {record.seed for record in entry} == met]
-    if len(entries) < 2:  # nobody to compare with
+    entries = sorted(entries_of(newest), key=mean, reverse=True)
+    if len({entry[0].subject for entry in entries}) < 2:  # nobody to compare with
         return ""
-    entries.sort(key=mean, reverse=True)
-    told = [f"{over_seeds(entry)} with {name_of(entry[0])}" for entry in entries]
+    most = max(entries, key=lambda entry: len({record.seed for record in entry}))
+    told = []
+    for entry, name in zip(entries, names_of(entries), strict=True):
+        others = "" if seeds(entry) == seeds(most) else f" ({seeds(entry)})"
+        told.append(f"{over_seeds(entry)} with {name}{others}")
     facts = entries[0][0].protocol
-    shown = {the_entry(entry[0]) for entry in entries}
-    weak = all(s["method"].get("weak_keys") for s in settings_of(place, shown))
-    keys = f"; all with [weakly augmented keys]({place.up}docs/methods.md#xmoco)" if weak else ""
-    trials = [
-        r for f in place.files("trials-imagenette*.jsonl") for r in read_records(f, AnyRecord)
-    ]
-    tried = {entry[0].subject for entry in entries} <= {r.subject for r in trials}
-    found = "; hyperparameters of each tuned on held-out training images"
+    names = dict.fromkeys(method_of(entry[0]) for entry in entries)
+    tried = [trial.method for trial in trials(place) if trial.recipe == facts["recipe"]]
+    effort = ", ".join(f"{tried.count(name)} of {name}" for name in names) if tried else ""
+    found = f"; trials of settings on held-out images: {effort}" if effort else ""
     recipe = facts["recipe"]
-    same = recipe in recipe_names() and digest(load_config(recipe)) == facts["recipe_digest"]
+    known = recipe in recipe_names()
+    same = known and recipe_digest(load_config(recipe)) == facts["recipe_digest"]
     return (
         f"Imagenette, {facts['epochs']} epochs of {'the' if same else 'an earlier'} recipe "
-        f"`{recipe}`: kNN top-1 (k = {facts['k']}) of {', '.join(told)} ({seeds(entries[0])}; "
-        f"{recoded(entries[0][0].work)}evaluated at {facts['size']} px"
-        f"{found if tried else ''}{keys})."
+        f"`{recipe}`: kNN top-1 (k = {facts['k']}) of {', '.join(told)} ({seeds(most)}; "
+        f"{recoded(entries[0][0].work)}evaluated at {facts['size']} px{found})."
     )
 
 
-def settings_of(place: Place, entries: Set[tuple[object, ...]]) -> list[dict[str, Any]]:
-    named = [r for r in all_of_photographs(place) if "settings" in r.protocol]
-    return [record.protocol["settings"] for record in named if the_entry(record) in entries]
+def entries_of(records: Sequence[AnyRecord]) -> list[list[AnyRecord]]:
+    """Over seeds: of the same changes to a recipe, which settings that do nothing may have joined
+    between two runs, or of the same settings, however these were asked for."""
+    entries: list[list[AnyRecord]] = []
+    for own in grouped(records, lambda r: (r.subject, *sorted(r.protocol["changes"].split()))):
+        settings = set(map(the_entry, own))
+        alike = next((entry for entry in entries if settings & set(map(the_entry, entry))), None)
+        if alike is None:
+            entries.append(own)
+        else:
+            alike += own
+    return entries
+
+
+def names_of(entries: Sequence[Sequence[AnyRecord]]) -> list[str]:
+    """The methods, and where one has several entries, in which settings these differ."""
+    names = []
+    for entry in entries:
+        alike = [one[0] for one in entries if one[0].subject == entry[0].subject]
+        _, own = common_overrides([record.protocol["changes"] for record in alike])
+        changes = own[entry[0].protocol["changes"]]
+        names.append(f"{name_of(entry[0])} {changes}".strip())
+    return names
 
 
 def long_headline(place: Place) -> str:
@@ -142,7 +167,7 @@ def long_headline(place: Place) -> str:
     )
     if not newest:
         return ""
-    facts, time = newest[0].protocol, training_time(newest)
+    facts, time = newest[0].protocol, training_time(newest, overlapping(place))
     took = "" if time is None else f"; training time {time}"
     return (
         f"Imagenette, {LONG} epochs: kNN top-1 (k = {facts['k']}) of {over_seeds(newest)} with "

@@ -105,22 +105,6 @@ ones.""",
 
 Several processes train on one GPU at the same time; the total throughput is shown.""",
     ),
-    "detection-speed": Question(
-        "detect-speed.jsonl",
-        words={
-            "detect_images_per_second": "training throughput",
-            "box_ap": "box AP",
-            "box_ap50": "box AP50",
-            "box_ap75": "box AP75",
-            "mask_ap": "mask AP",
-            "mask_ap50": "mask AP50",
-            "mask_ap75": "mask AP75",
-            "xmoco": "xmoco",
-            "torchvision": "torchvision's reference loop",
-            "torchvision, amp": "torchvision's reference loop, mixed precision",
-        },
-        apart={"model": "{}", "data": "{}"},
-    ),
 }
 SHOWN_ELSEWHERE = (
     *("demo.jsonl", "methods.jsonl", "recipe-*.jsonl", "protocols-*.jsonl"),
@@ -137,6 +121,7 @@ SHOWN_ELSEWHERE = (
         "detect.jsonl",
         "detect-metrics.jsonl",
         "detect-overfit.jsonl",
+        "detect-speed.jsonl",
         "scaling.jsonl",
         "eval-size.jsonl",
         "tuning.jsonl",

@@ -36,6 +36,19 @@ def text_of(path: Path, longest: int) -> str:
         return file.read(longest).decode("utf-8")
 
 
+def expect_free(out: Path, ending: str, kind: str) -> None:
+    """Whether a file can be written is found out before anything is looked at."""
+    parent = out.absolute().parent
+    if out.exists():
+        raise UserError(f"{out} already exists: remove it or name another file with --out.")
+    if out.suffix != ending:
+        raise UserError(f"{out} must end in {ending}, as it is {kind}.")
+    if not parent.is_dir():
+        raise UserError(f"there is no folder {parent} for {out.name}.")
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"{out.name} cannot be written to {parent}.")
+
+
 def write_whole(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:
     """Put ``content`` (bytes, or a function that writes them) at ``path`` in one move.
 

@@ -1,16 +1,15 @@
 """Every picture of a folder or an archive, shown to a network."""
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from xmoco.config import InputConfig
+from xmoco.config import DataConfig, InputConfig
 from xmoco.data import Unreadable
 from xmoco.data.sources import all_pictures
-from xmoco.errors import UserError
+from xmoco.data.views import central_short_side
 from xmoco.evaluate.evaluation import Listener, expect_numbers
 from xmoco.evaluate.features import backbone_features
 
@@ -34,7 +33,9 @@ def show_pictures(
     """What a network makes of central views. A picture that cannot be read is left out, and the
     listener told."""
     listener = listener or Listener()
-    pictures, paths = all_pictures(images)
+    # Shrunk when decoded, as for evaluations: a batch of whole photographs takes gigabytes.
+    short_side = max(DataConfig().short_side, central_short_side(input.central_size))
+    pictures, paths = all_pictures(images, short_side)
     broken = Unreadable(len(pictures), left_out=True)
     found = backbone_features(
         network,
@@ -58,16 +59,3 @@ def show_pictures(
 def left_out(broken: Unreadable) -> list[str]:
     """What is said of pictures that could not be read."""
     return [f"{where} cannot be read ({why}); it was left out." for where, why in broken]
-
-
-def expect_free(out: Path, ending: str, kind: str) -> None:
-    """Whether a file can be written is found out before anything is looked at."""
-    parent = out.absolute().parent
-    if out.exists():
-        raise UserError(f"{out} already exists: remove it or name another file with --out.")
-    if out.suffix != ending:
-        raise UserError(f"{out} must end in {ending}, as it is {kind}.")
-    if not parent.is_dir():
-        raise UserError(f"there is no folder {parent} for {out.name}.")
-    if not os.access(parent, os.W_OK):
-        raise UserError(f"{out.name} cannot be written to {parent}.")

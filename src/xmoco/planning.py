@@ -22,17 +22,17 @@ from xmoco.auto import (
     look_at,
     pace,
 )
-from xmoco.config import Config, ModelConfig, RunConfig, WeakAugmentationConfig
+from xmoco.config import Config, ModelConfig, RunConfig
 from xmoco.config.optimizers import AdamWConfig, SGDConfig
 from xmoco.data import ImageSet, open_images
 from xmoco.data.batches import batches_per_epoch, equal_share
-from xmoco.data.sources import is_path
+from xmoco.data.sources import is_path, opened_once
 from xmoco.data.stores import has_pattern, is_distant
 from xmoco.data.views import ViewGroup
 from xmoco.errors import UserError
 from xmoco.fabric import Fabric
 from xmoco.methods import Method, build_method, method_class
-from xmoco.nn.backbone_files import named_model
+from xmoco.nn.backbone_files import BackboneCard, named_model
 from xmoco.nn.encoding import describe_batch_norm, resolve_batch_norm
 from xmoco.nn.weights import read_card
 from xmoco.settings import as_yaml, find_field, load_config, value_of
@@ -43,7 +43,25 @@ from xmoco.train.engine import build_fabric, on_first, processes_of
 FEW_IMAGES = 100
 """Fewer are likely a mistake: no recipe was tried with so few."""
 
+BEGINNINGS = (
+    ("freeze_prototypes_epochs", "prototypes", "prototypes do not move for"),
+    ("queue_from_epoch", "queue_length", "the queue takes no part for"),
+    ("consistency_warmup_epochs", "consistency_weight", "the weight of consistency rises for"),
+    ("agreement_warmup_epochs", "agreement_weight", "the weight of agreement rises for"),
+)
+"""Settings of a method that end the beginning of training, each with one that is 0 where it does
+not matter, and what the beginning is like."""
 
+WEIGHTS = {
+    "teacher": ("label_weight", "consistency_weight"),
+    "positive_mass_end": ("label_weight",),
+    "consistency_warmup_epochs": ("consistency_weight",),
+    "agreement_warmup_epochs": ("agreement_weight",),
+}
+"""Settings that have no effect where all of these weights are 0."""
+
+
+@opened_once()
 def show_plan(
     recipe: str | Path | None = None,
     *,
@@ -87,9 +105,7 @@ def chosen_config(asked: Asked, fabric: Fabric, console: Console) -> Config:
     assert images is not None
     if _asks_for(asked, "batch"):  # too large a batch needs no measurement
         _steps_per_epoch(config, images, fabric)
-    start = None if config.model.weights is None else read_card(config.model.weights)[0]
-    if start is not None and _asks_for(asked, "size"):
-        expect_size(start, config)
+    start = on_first(fabric, lambda: _start(config, with_size=_asks_for(asked, "size")))
     fixed = {
         setting: value_of(config, setting)
         for setting in ("backbone", "size", "batch", "accumulate")
@@ -125,6 +141,16 @@ def chosen_config(asked: Asked, fabric: Fabric, console: Console) -> Config:
         )
     say(console, _forecast(config, images, fabric, fast))
     return config
+
+
+def _start(config: Config, with_size: bool) -> BackboneCard | None:
+    """The card of the weights to start from, whose size may have to be the run's."""
+    if config.model.weights is None:
+        return None
+    card, _ = read_card(config.model.weights)
+    if with_size:
+        expect_size(card, config)
+    return card
 
 
 def _parts_that_fit(config: Config, fabric: Fabric, may_split: bool) -> tuple[int, float | None]:
@@ -319,11 +345,14 @@ def about(
     millions = sum(p.numel() for p in method.encoder.parameters()) / 1e6
     labels = "no labels" if images.classes is None else f"{len(images.classes)} classes"
     yield f"{images.name}: {len(images):,} images, {labels}"
+    if images.passed_over is not None:
+        yield images.passed_over
     warnings = [
         *_few_images(len(images)),
         *method.warnings(len(images)),
         *_bank_warnings(config),
         *_schedule_warnings(config),
+        *_idle_settings(config),
         *_process_warnings(config, fabric),
     ]
     yield from (f"warning: {warning}" for warning in warnings)
@@ -378,6 +407,19 @@ def _schedule_warnings(config: Config) -> Iterator[str]:
             f"the learning rate rises for {rising:g} of {epochs} epochs: set warmup_epochs, a "
             f"tenth of them is usual (warmup_epochs={epochs / 10:g})"
         )
+    for setting, weight, words in BEGINNINGS:
+        late = value_of(config, setting)
+        if late is not None and late >= epochs and value_of(config, weight):
+            yield f"{words} {late:g} of {epochs} epochs: lower {setting}"
+
+
+def _idle_settings(config: Config) -> Iterator[str]:
+    fields = type(config.method).model_fields
+    for setting, weights in WEIGHTS.items():
+        asked = setting in fields and value_of(config, setting) != fields[setting].default
+        if asked and not any(value_of(config, weight) for weight in weights):
+            verb = "is" if len(weights) == 1 else "are"
+            yield f"{setting} has no effect: {' and '.join(weights)} {verb} 0"
 
 
 def describe_views(groups: Sequence[ViewGroup]) -> str:
@@ -385,6 +427,6 @@ def describe_views(groups: Sequence[ViewGroup]) -> str:
 
 
 def _kind(group: ViewGroup) -> str:
-    if not isinstance(group.augmentation, WeakAugmentationConfig):
+    if not group.names[0].startswith("weak"):
         return ""
     return " weak one" if group.count == 1 else " weak ones"

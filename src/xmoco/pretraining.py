@@ -17,7 +17,7 @@ from xmoco.config import Config, ModelConfig, RunConfig
 from xmoco.data import Batches, ImageSet, Unreadable, open_images
 from xmoco.data.batches import preload
 from xmoco.data.fingerprint import fingerprint
-from xmoco.data.sources import source_name
+from xmoco.data.sources import opened_once, source_name
 from xmoco.data.subset import at_most
 from xmoco.errors import UserError
 from xmoco.evaluate.monitor import Monitor
@@ -59,6 +59,7 @@ class RunResult:
     """Time spent training over all sessions, kNN measurements included."""
 
 
+@opened_once()
 def pretrain(
     recipe: str | Path | None = None,
     *,

@@ -37,6 +37,8 @@ class ParamGroup(NamedTuple):
     """Of the scheduled learning rate."""
     scheduled: bool = True
     """Whether the rate follows the schedule; else it stays at its peak."""
+    decays: bool = True
+    """Whether weight decay is for them."""
 
 
 class Moment(NamedTuple):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from xmoco.config import DataConfig
 from xmoco.data import ImageSet, open_images
-from xmoco.data.label_file import classes_in, label_matrix, read_label_file
+from xmoco.data.label_file import LabelFile, classes_in, label_matrix, read_label_file
 from xmoco.data.subset import labelled_share
 from xmoco.data.transfer_sets import open_transfer_set
 from xmoco.data.trees import FolderTree, Tree
@@ -86,6 +86,41 @@ def test_a_split_without_the_file_has_no_labels(tmp_path: Path) -> None:
     assert opened(source, "test").labels is None
     with pytest.raises(UserError, match=r"\(val\) has no labels: .*labels\.csv.*\.$"):
         open_transfer_set(str(source))
+
+
+ONE_FOR_ALL = "image,labels\ntrain/1.png,cat\ntrain/street/2.png,dog;cat\ntrain/3.png,\n"
+
+
+def test_a_file_around_the_splits_tells_the_labels_of_all(tmp_path: Path) -> None:
+    text = f"{ONE_FOR_ALL}val/4.png,dog\nval/5.png,\nmasks/1.png,sky\n".encode()
+    source = written(tmp_path, files(train=None, val=None) | {"labels.csv": text})
+    train, val = opened(source), opened(source, "test")
+    assert train.classes == val.classes == ("cat", "dog")
+    assert train.labels is not None
+    assert val.labels is not None
+    assert train.labels.int().tolist() == [[1, 0], [0, 0], [1, 1]]
+    assert val.labels.int().tolist() == [[0, 1], [0, 0]]
+    (source / "labels.csv").write_text(ONE_FOR_ALL)
+    with pytest.raises(UserError, match=r"set/labels\.csv has no row for val/4\.png; "):
+        opened(source, "test")
+    (source / "labels.csv").write_text(f"{ONE_FOR_ALL}train/l.png,\n")
+    with pytest.raises(UserError, match=r"set/labels\.csv names an image train/l\.png that is not"):
+        opened(source)
+
+
+@pytest.mark.parametrize("folder", ["images/", "images/all/", "Train/", "training/"])
+def test_a_file_around_folders_that_wrap_all_images_is_not_passed_by(
+    tmp_path: Path, folder: str
+) -> None:
+    images = {f"{folder}a/1.png": b"", f"{folder}b/2.png": b""}
+    for around in ("", folder):
+        inside = folder.removeprefix(around)
+        text = f"image,labels\n{inside}a/1.png,cat;dog\n{inside}b/2.png,cat\n".encode()
+        source = written(tmp_path / (around or "top"), images | {f"{around}labels.csv": text})
+        found = opened(source)
+        assert found.classes == ("cat", "dog")
+        assert found.labels is not None
+        assert found.labels.int().tolist() == [[1, 1], [1, 0]]
 
 
 MISTAKES: dict[str, tuple[str | bytes, str]] = {
@@ -169,12 +204,11 @@ def test_what_is_written_is_read(labels: dict[str, frozenset[str]]) -> None:
     )
     tree = OneFile(file.getvalue().encode())
     found = read_label_file(tree, "")
-    assert found == labels
-    assert read_label_file(tree, "elsewhere/") is None
+    assert found == LabelFile("labels.csv", "", labels)
     if not any(labels.values()):
         return
-    classes = classes_in(found, "here")
-    matrix = label_matrix(found, list(labels), classes, "here")
+    classes = classes_in(found)
+    matrix = label_matrix(found, list(labels), classes)
     assert [
         frozenset(name for name, true in zip(classes, row, strict=True) if true) for row in matrix
     ] == list(labels.values())

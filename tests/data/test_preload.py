@@ -101,12 +101,17 @@ def test_a_set_that_grows_out_of_its_limit_is_left_where_it_is() -> None:
     assert images.reads < 1800  # and that is noticed on the way
 
 
-def test_a_late_second_size_is_kept_too() -> None:
-    pictures = [*same_size(600), torch.ones(3, 9, 9, dtype=torch.uint8)]
-    images = Listed(pictures)
-    batches = batches_of(images, 64)
+@pytest.mark.parametrize("place", [10, 300, 600])
+@pytest.mark.parametrize("side", [2, 9])
+def test_a_late_second_size_is_kept_too_and_nothing_is_decoded_twice(place: int, side: int) -> None:
+    pictures = same_size(600)
+    pictures.insert(place, torch.ones(3, side, side, dtype=torch.uint8))
+    images, told = Listed(pictures), list[int]()
+    batches = batches_of(images, 64, on_progress=lambda done, _: told.append(done))
     assert isinstance(batches.images, RaggedImages)
     reads = images.reads
+    assert reads == 601 + LOOKED_AT
+    assert told == sorted(told)
     assert_same(first(batches, 9), first(batches_of(Listed(pictures), 64, preload_gib=0.0), 9))
     assert images.reads == reads
 

@@ -1,11 +1,15 @@
 """Images in shards: found, labelled, read and indexed; what is wrong with them is said."""
 
+import asyncio
 import os
 import random
 import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
+import time
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +20,28 @@ from hypothesis import strategies as st
 from shard_files import picture, samples, tar_of, write_parquet, write_tars
 
 from xmoco.config import DataConfig
-from xmoco.data import ImageSet, Unreadable, UnreadableImage, decode_rgb, in_order, open_images
+from xmoco.data import (
+    ImageSet,
+    Unreadable,
+    UnreadableImage,
+    decode_rgb,
+    in_order,
+    open_images,
+    processes,
+    tar_scanner,
+)
 from xmoco.data import shards as shards_module
 from xmoco.data.file_readers import FileReaders
+from xmoco.data.layout import split_shards
 from xmoco.data.parquet_pages import UnknownParquet, parse_page_header
+from xmoco.data.shard_index import Shard
 from xmoco.data.shards import ShardImages
 from xmoco.data.sources import open_splits, set_name
-from xmoco.data.stores import expanded
+from xmoco.data.stores import Disk, expanded
+from xmoco.data.transfer_sets import open_transfer_set
 from xmoco.errors import UserError
+
+needs_obstore = pytest.mark.skipif(find_spec("obstore") is None, reason="needs obstore")
 
 
 @pytest.fixture(autouse=True)
@@ -83,8 +101,54 @@ def test_shards_that_say_nothing_of_splits_are_for_training(tmp_path: Path) -> N
     write_tars(tmp_path / "a" / "test", "x", shards=1, first=5)
     assert_holds(opened(tmp_path / "a"), list(range(5)))
     assert_holds(opened(tmp_path / "a", "test"), list(range(5, 10)))
-    write_tars(tmp_path / "a" / "more", "x", shards=1, first=10)
-    assert len(opened(tmp_path / "a")) == 15
+
+
+def test_shards_beside_those_of_splits_are_passed_over_and_told(tmp_path: Path) -> None:
+    write_tars(tmp_path, "train", shards=1)
+    write_tars(tmp_path, "unlabeled", shards=2, first=10)
+    assert len(opened(tmp_path)) == 15  # nothing tells that there are splits
+    write_tars(tmp_path, "val", shards=1, first=5)
+    train, test = opened(tmp_path), opened(tmp_path, "test")
+    assert_holds(train, list(range(5)))
+    assert_holds(test, list(range(5, 10)))
+    told = "passed over beside train and val: unlabeled-000.tar, unlabeled-001.tar"
+    assert train.passed_over == test.passed_over == told
+
+
+def test_shards_of_one_name_in_several_folders_are_told_apart(tmp_path: Path) -> None:
+    for folder in "ab":
+        write_tars(tmp_path / folder, "train", shards=1)
+    images = opened(tmp_path)
+    assert images.where(0) == "a/train-000.tar: 000000.png"
+    assert images.where(5) == "b/train-000.tar: 000000.png"
+
+
+def test_splits_of_many_shards_are_found_at_once() -> None:
+    store = Disk([])
+    names = [f"/shards/{'train' if n % 9 else 'val'}-{n:06}.tar" for n in range(20_000)]
+    store.shards = [Shard(name, 0, "") for name in names]
+    began = time.process_time()
+    splits, others = split_shards([store.where(number) for number in range(20_000)])
+    assert time.process_time() - began < 2  # 3 minutes when every shard looked at all
+    assert (len(splits["val"]), len(splits["train"]), others) == (2223, 17777, [])
+
+
+def test_a_single_shard_by_its_name_keeps_its_labels(tmp_path: Path) -> None:
+    write_tars(tmp_path, "train", shards=1)
+    images = opened(tmp_path / "train-000.tar")
+    assert_holds(images, list(range(5)))
+    assert images.name == "shards train-000"
+    assert images.classes == ("0", "1", "2")
+    assert images.labels is not None
+    assert images.labels.tolist() == [0, 1, 2, 0, 1]
+    some = [*samples(range(4)), ("cat/4.png", picture(4))]  # one without a label: any archive
+    (tmp_path / "photos.tar").write_bytes(tar_of(some))
+    assert opened(tmp_path / "photos.tar").name == "archive photos.tar"
+    splits = [
+        (f"{split}/{name}", content) for split in ("train", "val") for name, content in some[:8]
+    ]
+    (tmp_path / "splits.tar").write_bytes(tar_of(splits))
+    assert opened(tmp_path / "splits.tar", "test").name == "archive splits.tar (val)"
 
 
 def test_by_a_pattern(tmp_path: Path) -> None:
@@ -129,6 +193,27 @@ def test_a_pattern_without_end_is_refused() -> None:
 )
 def test_what_shards_are_called(source: str, name: str) -> None:
     assert set_name(source) == name
+
+
+def test_a_folder_whose_name_looks_like_a_pattern(tmp_path: Path) -> None:
+    folder = write_tars(tmp_path / "set{1}", "train", shards=1)
+    assert set_name(folder) == "set{1}"
+    assert opened(folder).name == "shards set{1}"
+
+
+@pytest.mark.parametrize("scheme", ["", pytest.param("file://", marks=needs_obstore)])
+def test_transfer_takes_shards_by_a_pattern_or_a_url(tmp_path: Path, scheme: str) -> None:
+    for first, split in enumerate(("train", "val", "test")):
+        write_tars(tmp_path / "birds", split, shards=1, first=5 * first)
+    pattern = f"{scheme}{tmp_path}/birds/{{train,val,test}}-000.tar"
+    found = open_transfer_set(pattern)
+    assert found.name == "images"
+    for first, images in enumerate((found.train, found.validation, found.test)):
+        assert_holds(images, list(range(5 * first, 5 * first + 5)))
+    whole = open_transfer_set(f"{scheme}{tmp_path}/birds")
+    assert whole.name == "birds"
+    for first, images in enumerate((whole.train, whole.validation, whole.test)):
+        assert_holds(images, list(range(5 * first, 5 * first + 5)))
 
 
 def test_folders_inside_are_classes_where_nothing_else_is(tmp_path: Path) -> None:
@@ -229,19 +314,35 @@ def test_where_nothing_can_be_kept_it_works_all_the_same(
     assert_holds(opened(folder), list(range(5)))
 
 
-def test_scanners_are_small_and_as_many_as_there_are_cores(tmp_path: Path) -> None:
+def test_scanners_are_small_and_no_more_than_there_are_shards(tmp_path: Path) -> None:
     """They import nothing but the standard library, so they start at once."""
-    scanners = shards_module._TarScanners(2)
+    scanners = shards_module._TarScanners()
     try:
-        maps = [Path(f"/proc/{process.pid}/status") for process in scanners._all]
         write_tars(tmp_path, "train", shards=1)
-        found = scanners.scan(str(tmp_path / "train-000.tar"))
-        assert list(found.name_lengths) == [len("000000.png")] * 5
-        if maps[0].exists():
-            peaks = [line for line in maps[0].read_text().splitlines() if "VmHWM" in line]
+        for _ in range(3):
+            found = scanners.scan(str(tmp_path / "train-000.tar"))
+            assert list(found.name_lengths) == [len("000000.png")] * 5
+        (process,) = scanners._all
+        told = Path(f"/proc/{process._process.pid}/status")
+        if told.exists():
+            peaks = [line for line in told.read_text().splitlines() if "VmHWM" in line]
             assert int(peaks[0].split()[1]) < 40_000  # kB
+        assert os.getsid(process._process.pid) != os.getsid(0)  # Ctrl-C is not for it
     finally:
         scanners.close()
+
+
+def test_where_a_scanner_fails_shards_are_scanned_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tars(tmp_path, "train", shards=3)
+
+    def cannot(*_: Any) -> None:
+        raise OSError("no process for you")
+
+    monkeypatch.setattr(processes, "Process", cannot)
+    with pytest.warns(RuntimeWarning, match=r"to index shards failed \(no process for you\)"):
+        assert_holds(opened(tmp_path), list(range(15)))
 
 
 @settings(
@@ -350,6 +451,30 @@ def test_parquet_without_labels_or_with_plain_bytes(tmp_path: Path) -> None:
     assert opened(tmp_path / "b.parquet").where(1) == "b.parquet: row 1"
 
 
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_parquet_without_statistics(tmp_path: Path, version: str) -> None:
+    images = [picture(number) for number in range(200)]
+    options = {"write_statistics": False, "data_page_version": version, "row_group_size": 70}
+    write_parquet(tmp_path / "a.parquet", images, **options)
+    assert_holds(opened(tmp_path / "a.parquet"), list(range(200)))
+    images[190] = None  # type: ignore[call-overload]
+    write_parquet(tmp_path / "b.parquet", images, **options)
+    assert "image.bytes has rows without an image" in refused(tmp_path / "b.parquet")
+
+
+def test_parquet_without_rows(tmp_path: Path) -> None:
+    import pyarrow.parquet as pq
+
+    write_parquet(tmp_path / "1.parquet", [picture(0)], ["cat"])
+    write_parquet(tmp_path / "3.parquet", [picture(1)], ["dog"])
+    none = pq.read_table(tmp_path / "1.parquet").slice(0, 0)
+    pq.write_table(none, tmp_path / "2.parquet")
+    images = opened(tmp_path)
+    assert_holds(images, [0, 1])
+    assert images.classes == ("cat", "dog")
+    assert refused(tmp_path / "2.parquet") == "there are no images in shards 2."
+
+
 def test_parquet_that_holds_no_images_is_told_of(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -410,12 +535,75 @@ def test_subsets_of_shards_are_read_as_fast(tmp_path: Path) -> None:
 
 
 def test_nothing_but_the_standard_library_is_imported_to_scan() -> None:
-    scanners = shards_module._TarScanners(1)
-    (command,) = [process.args for process in scanners._all]
-    scanners.close()
-    assert isinstance(command, list)
-    program = command[-1].replace(
+    program = processes.command(tar_scanner)
+    program[-1] = program[-1].replace(
         "main()", "print('torch' in sys.modules or 'numpy' in sys.modules)"
     )
-    done = subprocess.run([*command[:-1], program], capture_output=True, text=True, check=True)
+    done = subprocess.run(program, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@needs_obstore
+def test_shards_of_one_name_at_several_addresses_have_an_index_each(
+    tmp_path: Path, cache: Path
+) -> None:
+    for first, folder in enumerate("ab"):
+        write_tars(tmp_path / folder, "train", shards=1, first=5 * first)
+    for first, folder in enumerate("ab"):
+        images = opened(f"file://{tmp_path}/{folder}/train-{{000..000}}.tar")
+        assert_holds(images, list(range(5 * first, 5 * first + 5)))
+        assert images.where(0).startswith("train-000.tar: ")
+    assert len(list(cache.glob("*.index"))) == 2
+
+
+def test_shards_named_from_several_folders_have_an_index_each(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for first, folder in enumerate("ab"):
+        write_tars(tmp_path / folder / "shards", "train", shards=1, first=5 * first)
+        monkeypatch.chdir(tmp_path / folder)
+        assert_holds(opened("shards"), list(range(5 * first, 5 * first + 5)))
+    assert len(list(cache.glob("*.index"))) == 2
+
+
+@needs_obstore
+def test_distant_shards_that_are_named_are_asked_for_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import obstore
+
+    write_tars(tmp_path, "train", shards=4)
+    together, head = threading.Barrier(4), obstore.head
+
+    def asked(store: Any, name: str) -> Any:
+        together.wait(timeout=10)
+        return head(store, name)
+
+    monkeypatch.setattr(obstore, "head", asked)
+    assert_holds(opened(f"file://{tmp_path}/train-{{000..003}}.tar"), list(range(20)))
+    monkeypatch.setattr(obstore, "head", head)
+    assert "train-004.tar" in refused(f"file://{tmp_path}/train-{{003..009}}.tar")
+
+
+@needs_obstore
+def test_distant_shards_are_read_where_an_event_loop_runs(tmp_path: Path) -> None:
+    write_tars(tmp_path, "train", shards=1)
+
+    async def as_in_a_notebook() -> None:
+        assert_holds(opened(f"file://{tmp_path}"), list(range(5)))
+
+    asyncio.run(as_in_a_notebook())
+
+
+def test_who_is_at_home_nowhere_keeps_indexes_among_temporary_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    write_tars(tmp_path / "shards", "train", shards=1)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", nowhere)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert_holds(opened(tmp_path / "shards"), list(range(5)))
+    assert list(tmp_path.glob("xmoco-index-*/*.index"))

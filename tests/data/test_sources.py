@@ -28,6 +28,7 @@ from xmoco.data.sources import (
     ImageSet,
     open_images,
     open_splits,
+    opened_once,
     set_name,
     source_name,
 )
@@ -161,25 +162,54 @@ def test_labels_can_be_refused(with_splits: Path) -> None:
         (["1.png", "a/train/1.png"], "", []),
         (["trainer/1.png", "val/1.png"], "", []),
         (["bus/1.png", "plane/1.png", "train/1.png"], "", []),
-        (["a/bus/1.png", "a/test/1.png", "a/train/1.png"], "a/", []),
-        (["test/1.png", "train/1.png", "unlabeled/1.png"], "", []),
+        (["a/bus/1.png", "a/test/1.png", "a/train/1.png"], "a/train/", ["a/test/"]),
+        (["test/1.png", "train/1.png", "unlabeled/1.png"], "train/", ["test/"]),
+        (["1.png", "a/train/1.png", "a/val/1.png"], "a/train/", ["a/val/"]),
+        (["train/1.png", "unlabeled/1.png"], "", []),
+        (["training/1.png"], "training/", []),
+        (["Train/1.png", "Train/2.png"], "Train/", []),
+        (["train/train/1.png", "train/val/1.png"], "train/train/", ["train/val/"]),
         (["Train/a/1.png", "VALIDATION/a/1.png"], "Train/", ["VALIDATION/"]),
         (["Testing/1.png", "Training/1.png", "Val/1.png"], "Training/", ["Val/", "Testing/"]),
         (["TRAIN/a/1.png", "TRAIN/b/1.png"], "TRAIN/", []),
-        (["Train/1.png", "train/1.png", "val/1.png"], "", []),
-        (["train/1.png", "training/1.png", "val/1.png"], "", []),
-        (["test/1.png", "testing/1.png", "train/1.png"], "", []),
+        (["Train/1.png", "train/1.png", "val/1.png"], "train/", ["val/"]),
+        (["train/1.png", "training/1.png", "val/1.png"], "train/", ["val/"]),
+        (["test/1.png", "testing/1.png", "train/1.png"], "train/", ["test/"]),
+        (["Train/1.png", "train/1.png"], "", []),
     ],
 )
 def test_split_folders(paths: list[str], train: str, beside: list[str]) -> None:
     assert split_folders(paths) == (train, beside)
 
 
-def test_folders_beside_the_splits_can_be_passed_over() -> None:
-    paths = ["a/masks/1.png", "a/test/1.png", "a/train/1.png"]
-    assert split_folders(paths, pass_over_others=True) == ("a/train/", ["a/test/"])
-    paths = [f"{name}/1.png" for name in ("TEST", "Train", "masks", "test", "testing", "train")]
-    assert split_folders(paths, pass_over_others=True) == ("train/", ["test/"])
+@pytest.mark.parametrize(
+    ("beside", "told"),
+    [
+        ([], None),
+        (["masks/1.png", "masks/a/2.png"], "passed over beside train/ and val/: masks/ (2 images)"),
+        (["cover.png"], "passed over beside train/ and val/: cover.png"),
+        (
+            ["d/1.png", "c/1.png", "b.png", "a/1.png", "e.png"],
+            "passed over beside train/ and val/: a/ (1 image), b.png, c/ (1 image) and 2 more",
+        ),
+    ],
+)
+@pytest.mark.parametrize("wrapper", ["", "photos/"])
+def test_what_lies_beside_the_splits_is_passed_over_and_told(
+    tmp_path: Path, wrapper: str, beside: list[str], told: str | None
+) -> None:
+    splits = ("train/cat/1.png", "train/dog/2.png", "val/cat/3.png")
+    write_folder(tmp_path, {f"{wrapper}{path}": png(1) for path in (*splits, *beside)})
+    train, test = opened(tmp_path), opened(tmp_path, "test")
+    assert (len(train), len(test), train.classes) == (2, 1, ("cat", "dog"))
+    assert train.passed_over == test.passed_over == told
+
+
+def test_a_cover_above_the_folder_of_splits_is_passed_over_and_told(tmp_path: Path) -> None:
+    paths = ("cover.png", "photos/train/1.png", "photos/val/2.png")
+    train = opened(write_folder(tmp_path, dict.fromkeys(paths, png(1))))
+    assert len(train) == 1
+    assert train.passed_over == "passed over beside train/ and val/: cover.png"
 
 
 def test_splits_in_capitals(tmp_path: Path) -> None:
@@ -257,6 +287,22 @@ def test_links_are_followed_but_not_in_circles(tmp_path: Path) -> None:
     (tmp_path / "set" / "b").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "set" / "a" / "round").symlink_to(tmp_path / "set")
     assert colours(opened(tmp_path / "set")) == [2, 1]
+
+
+def test_a_link_to_itself_leads_nowhere(tmp_path: Path) -> None:
+    write_folder(tmp_path, {"1.png": png(1)})
+    for name in ("2.png", "round"):
+        (tmp_path / name).symlink_to(name)
+    images = opened(tmp_path)
+    assert len(images) == 2
+    with pytest.raises(UnreadableImage, match="Too many levels of symbolic links"):
+        images.read(1)
+
+
+def test_a_single_image_is_no_source(tmp_path: Path) -> None:
+    file = write_folder(tmp_path, {"a.JPG": png(1)}) / "a.JPG"
+    with pytest.raises(UserError, match=r"a\.JPG is a single image: give a folder or an archive"):
+        opened(file)
 
 
 def test_broken_files_are_unreadable_not_fatal(tmp_path: Path) -> None:
@@ -677,3 +723,29 @@ def test_training_and_evaluation_name_a_source_alike(tmp_path: Path) -> None:
     assert work_name(config) == "my.photos-tiny-6ep"
     for program in (pretraining, classification):
         assert vars(program)["source_name"] is source_name
+
+
+def test_a_source_is_opened_once_while_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder(tmp_path / "set", {"train/1.png": png(1), "val/2.png": png(2)})
+    archive = write_tar(
+        tmp_path / "set.tar.xz", {"train/1.png": png(1), "val/2.png": png(2)}, "w:xz"
+    )
+    looked: list[str] = []
+
+    def watched(name: str) -> None:
+        original = getattr(trees, name)
+        monkeypatch.setattr(trees, name, lambda *given: looked.append(name) or original(*given))
+
+    watched("_files_below")
+    watched("_decompressed")
+    with opened_once(), opened_once():
+        for source in (folder, archive):
+            for _ in range(2):
+                assert colours(opened(source)) == [1]
+                assert colours(opened(source, "test")) == [2]
+    assert looked == ["_files_below", "_decompressed"]
+    write_folder(folder, {"train/3.png": png(3)})
+    assert len(opened(folder)) == 2
+    assert len(looked) == 3

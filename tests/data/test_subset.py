@@ -1,6 +1,7 @@
 """A part of a set keeps images, labels and names together."""
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from helpers import make_images
 from xmoco.config import DataConfig
 from xmoco.data import ArrayImages, ImageSet, open_images
 from xmoco.data.batches import preload
+from xmoco.data.decode import EncodedImage, UnreadableImage
 from xmoco.data.subset import Subset, at_most, joined, labelled_share
 from xmoco.errors import UserError
 
@@ -57,6 +59,20 @@ def test_joined_sets_read_as_one(images: ImageSet) -> None:
     assert_part_of(both, images, [7, 0, 19, 3])
     assert [both.where(i) for i in range(4)] == [images.where(i) for i in (7, 0, 19, 3)]
     assert both.encoded(3) == images.encoded(3)
+    assert both.encoded_all([0, 3]) is None  # of files on disk, nobody asks for several together
+
+
+def test_joined_sets_are_asked_for_several_files_together(images: ImageSet) -> None:
+    class Distant(Subset):
+        def encoded_all(self, indices: Sequence[int]) -> list[EncodedImage | UnreadableImage]:
+            return [self.encoded(index) for index in indices]  # type: ignore[misc]
+
+    first = Distant(images, torch.tensor([7, 0, 19]))
+    both = joined(first, Distant(images, torch.tensor([3, 5])))
+    asked = both.encoded_all([4, 0, 2, 3, 1])
+    assert asked == [images.encoded(position) for position in (5, 7, 19, 3, 0)]
+    assert both.encoded_all([1]) == [images.encoded(0)]
+    assert joined(first, images).encoded_all([0, 3]) is None
 
 
 def test_joined_arrays_are_an_array() -> None:

@@ -2,25 +2,38 @@
 
 import importlib
 import json
+import os
+import re
 import shlex
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from scenes import write_scenes
 from small_detectors import build_small, small_detectors
+from torch.testing import assert_close
 
 import xmoco.detect.evaluation
+from xmoco.detect.courses import course_of
 from xmoco.detect.masks import bitmap_of_runs
 from xmoco.detect.metrics import MEASURES
 from xmoco.detect.sources import open_detection
+from xmoco.detect.training import batches_of_one_shape
+from xmoco.errors import TRY_AGAIN, UserError
+from xmoco.nn.backbones import build_backbone
 from xmoco.records import Measured, SpeedProtocol, read_records
+from xmoco.train import in_folder
+from xmoco.train.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -63,69 +76,253 @@ def speed(benchmarks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleT
         yield module
 
 
-def test_both_loops_are_timed_and_judged(
+@pytest.fixture
+def measure(
     speed: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Callable[[str], list[Measured[dict[str, Any]]]]:
+    """Calls the program on scenes; gives all records there are then."""
     data, results = write_scenes(tmp_path / "scenes"), tmp_path / "results"
-    arguments = "--weights scratch:tiny --batch 2 --size 64 --steps 1 --rounds 2 --ap-steps 2"
-    arguments += f" --device cpu --workers 0 --data {data} --results {results}"
-    monkeypatch.setattr(sys, "argv", ["detect_speed.py", *arguments.split()])
-    speed.main()
-    file = results / "detect-speed.jsonl"
+
+    def call(arguments: str) -> list[Measured[dict[str, Any]]]:
+        usual = "--weights scratch:tiny --batch 2 --size 64 --ap-size 64 --steps 1 --device cpu"
+        usual += f" --workers 0 --data {data} --results {results}"
+        monkeypatch.setattr(sys, "argv", ["detect_speed.py", *usual.split(), *arguments.split()])
+        speed.main()
+        return read_records(results / "detect-speed.jsonl", Measured[dict[str, Any]])
+
+    return call
+
+
+def test_both_loops_are_timed_and_judged(measure: Any, tmp_path: Path) -> None:
+    records = measure("--rounds 2 --ap-steps 2")
+    file = tmp_path / "results" / "detect-speed.jsonl"
     speeds = read_records(file, Measured[SpeedProtocol], ["detect_images_per_second"])
     assert [record.subject for record in speeds] == ["xmoco", "torchvision"]
     ours, theirs = speeds
     assert ours.protocol.times_baseline == pytest.approx(ours.value / theirs.value, abs=0.01)
-    judged = {
-        (record.subject, record.measure)
-        for record in read_records(file, Measured[dict[str, Any]])
-        if record.unit == "%"
-    }
+    images = [record.protocol["images"] for record in records if record.unit == "images/s"]
+    assert images == ["decoded, on cpu", "files, decoded by 0 workers"]
+    judged = {(record.subject, record.measure) for record in records if record.unit == "%"}
     assert len(judged) == 2 * 2 * 3  # of two participants, boxes and masks, three measures
+    assert not torch.backends.cudnn.benchmark, "whoever takes part"
+
+
+def test_ap_is_measured_once_for_each_seed_and_without_speeds_if_asked(
+    measure: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ap = "--rounds 0 --ap-steps 2 --seeds 0 1"
+    records = measure(ap)
+    assert {record.unit for record in records} == {"%"}
+    assert {(r.subject, r.seed) for r in records} == {
+        (name, seed) for name in ("xmoco", "torchvision") for seed in (0, 1)
+    }
+    assert {record.protocol["precise_batches"] for record in records} == {1}, "for all alike"
+    table = capsys.readouterr().out
+    assert "±" in table
+    assert "box_ap of xmoco above it" in table
+    assert measure(ap) == records
+    assert len(measure("--rounds 0 --ap-steps 3")) == len(records) * 3 // 2
+    assert len(measure("--rounds 1 --ap-steps 0")) == len(records) * 3 // 2 + 2
+
+
+def test_stages_are_ours_whoever_is_timed(measure: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    records = measure("--rounds 1 --ap-steps 0 --only torchvision --stages")
+    assert [record.subject for record in records] == ["torchvision"]
+    assert "Self CPU" in capsys.readouterr().out
 
 
 def test_speeds_outlive_what_is_measured_after_them(
-    speed: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    speed: ModuleType, measure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(speed, "precision_of", killed)
-    data, results = write_scenes(tmp_path / "scenes"), tmp_path / "results"
-    arguments = "--weights scratch:tiny --batch 2 --size 64 --steps 1 --rounds 1 --only xmoco"
-    arguments += f" --device cpu --data {data} --results {results}"
-    monkeypatch.setattr(sys, "argv", ["detect_speed.py", *arguments.split()])
+    monkeypatch.setattr(speed, "judge", killed)
     with pytest.raises(KeyboardInterrupt):
-        speed.main()
-    (record,) = read_records(results / "detect-speed.jsonl", Measured[dict[str, Any]])
+        measure("--rounds 1 --only xmoco")
+    file = tmp_path / "results" / "detect-speed.jsonl"
+    (record,) = read_records(file, Measured[dict[str, Any]])
     assert record.measure == "detect_images_per_second"
 
 
-def test_what_has_its_records_is_not_done_again(
+@pytest.fixture
+def usual(speed: ModuleType, tmp_path: Path) -> Any:
+    """The baseline, on four pictures."""
+    train, _ = open_detection(write_scenes(tmp_path / "scenes"))
+    detector = build_small(
+        "faster-rcnn-fpn", build_backbone("tiny"), 2, size=64, mean=(0.5,) * 3, std=(0.2,) * 3
+    )
+    course = replace(course_of("4", "faster-rcnn-fpn", images=4, batch=3), sizes=(64,))
+    return speed.Usual(
+        detector, train, course, torch.device("cpu"), masks=False, amp=False, workers=0
+    )
+
+
+def test_the_baselines_batches_are_ours_and_never_end(usual: Any) -> None:
+    """Of four images in batches of three, an epoch has one batch."""
+    order = batches_of_one_shape(usual.loader.dataset.data, 3)
+    found = list(islice(usual.loader.batch_sampler, 3))
+    assert found == [order(4, 0, epoch)[:3].tolist() for epoch in range(3)]
+    stream = usual.stream
+    usual.steps(2)
+    assert usual.stream is stream, "workers that are there stay"
+
+
+def test_the_baselines_norms_are_made_precise_and_do_not_decay(usual: Any) -> None:
+    norm = usual.detector.backbone.body.bn1
+    decays = {p: g["weight_decay"] for g in usual.optimizer.param_groups for p in g["params"]}
+    assert decays.keys() == set(usual.detector.parameters())
+    assert decays[norm.weight] == 0
+    assert decays[usual.detector.backbone.body.conv1.weight] == 1e-4
+    seen: list[torch.Tensor] = []
+    norm.register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0]))
+    before = norm.weight.detach().clone()
+    usual.make_batch_norms_precise(2)
+    assert len(seen) == 2
+    assert_close(norm.running_mean, torch.stack([x.mean((0, 2, 3)) for x in seen]).mean(0))
+    assert norm.momentum == 0.1
+    assert torch.equal(norm.weight, before), "nothing is learnt meanwhile"
+
+
+@pytest.fixture
+def compare(
     benchmarks: None, pedestrians: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> Iterator[Callable[..., list[tuple[str, int]]]]:
+    """Calls the program with two quick steps on Penn-Fudan; gives what it has tuned."""
     program = importlib.import_module("detect")
-    real, asked = xmoco.detect.evaluation.evaluate_detect, []
+    tuned: list[tuple[str, int]] = []
 
     def evaluate(*given: Any, **named: Any) -> Any:
-        asked.append((given[0], named["model"], *named["seeds"]))
-        return real(*given, **named)
+        tuned.append((given[0], *named["seeds"]))
+        return xmoco.detect.evaluation.evaluate_detect(*given, **named)
 
     monkeypatch.setattr(program, "evaluate_detect", evaluate)
-    arguments = f"compare scratch:tiny --penn-fudan {pedestrians} --penn-fudan-steps 2 --seeds 0 1"
-    arguments += f" --penn-fudan-size 64 --precision fp32 --device cpu --out {tmp_path / 'runs'}"
-    monkeypatch.setattr("penn_fudan.HELD_OUT", 2)
     monkeypatch.setattr(program.write_penn_fudan, "__defaults__", (2, None))
-    monkeypatch.setattr(
-        sys, "argv", ["detect.py", "--results", str(tmp_path / "results"), *arguments.split()]
-    )
+
+    def call(*arguments: str, batch: int = 2) -> list[tuple[str, int]]:
+        usual = f"--penn-fudan {pedestrians} --penn-fudan-steps 2 --penn-fudan-size 64 --device cpu"
+        usual += f" --precision fp32 --batch {batch} --out {tmp_path / 'runs'}"
+        results = ["--results", str(tmp_path / "results")]
+        words = ["detect.py", *results, "compare", *arguments, *usual.split()]
+        monkeypatch.setattr(sys, "argv", words)
+        before = len(tuned)
+        program.main()
+        return tuned[before:]
+
     with small_detectors():
-        program.main()
-        assert asked == [("scratch:tiny", "mask-rcnn-fpn", seed) for seed in (0, 1)]
-        program.main()
-    assert len(asked) == 2
-    lines = (tmp_path / "results" / "detect.jsonl").read_text().splitlines()
-    assert {json.loads(line)["seed"] for line in lines} == {0, 1}
+        yield call
+
+
+def records_in(tmp_path: Path) -> list[Measured[dict[str, Any]]]:
+    return read_records(tmp_path / "results" / "detect.jsonl", Measured[dict[str, Any]])
+
+
+def test_what_has_its_records_is_not_done_again(
+    compare: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seeds = ("--penn-fudan-seeds", "0", "1")
+    assert compare("scratch:tiny", *seeds) == [("scratch:tiny", seed) for seed in (0, 1)]
+    told = capsys.readouterr().out
+    for seed in (0, 1):
+        line = rf"Mask R-CNN FPN on penn-fudan, scratch:tiny, seed {seed}: box AP \d+\.\d, "
+        assert re.search(line + r"mask AP \d+\.\d; \d+ s, of which \d+ of training ", told)
+    assert compare("scratch:tiny", *seeds) == []
+    assert {record.seed for record in records_in(tmp_path)} == {0, 1}
+    assert not [*tmp_path.glob("runs/*/detector/checkpoints")], "which take most of the disk"
+    another = compare("scratch:tiny", "--penn-fudan-seeds", "0", batch=3)
+    assert another == [("scratch:tiny", 0)], "batches of another size are another job"
+    assert {record.protocol["batch"] for record in records_in(tmp_path)} == {2, 3}
+
+
+def test_rows_are_of_one_backbone_each(
+    compare: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There need be no record from scratch, and seeds that are not asked for do not count."""
+    compare("scratch:tiny", "--penn-fudan-seeds", "5")
+    capsys.readouterr()
+    file = tmp_path / "results" / "detect.jsonl"
+    (ap,) = (record for record in records_in(tmp_path) if record.measure == "box_ap")
+    digests = [ap.protocol["digest"], "of another", ap.protocol["digest"]]
+    values = [(digests[0], 5, 20.0), (digests[1], 5, 90.0), (digests[2], 6, 40.0)]
+    for digest, seed, value in values:
+        changed = ap.model_dump() | {"value": value, "seed": seed}
+        changed["protocol"] = ap.protocol | {"digest": digest}
+        with file.open("a") as lines:
+            lines.write(json.dumps(changed) + "\n")
+    assert compare("scratch:tiny", "--penn-fudan-seeds", "5") == []
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if "scratch:tiny" in line)
+    assert row.split("│")[2].strip() == "20.0", "the last of seed 5"
+
+
+def test_what_another_process_tunes_is_left_to_it(
+    compare: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compare("scratch:tiny", "--penn-fudan-seeds", "0")
+    (tmp_path / "results" / "detect.jsonl").unlink()
+    (folder,) = (tmp_path / "runs").iterdir()
+    claim = RunFolder(folder)
+    claim.lock()
+    with pytest.raises(SystemExit, match="not measured here, as told above: 1"):
+        compare("scratch:tiny", "--penn-fudan-seeds", "0", "1")
+    told = capsys.readouterr().out
+    assert "seed 0: another process is at it" in told
+    assert {record.seed for record in records_in(tmp_path)} == {1}
+    claim.unlock()
+    assert compare("scratch:tiny", "--penn-fudan-seeds", "0", "1") == [("scratch:tiny", 0)]
+
+
+def test_what_fails_keeps_nothing_else_from_being_done(
+    compare: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    real = xmoco.detect.evaluation.evaluate_detect
+
+    def evaluate(*given: Any, **named: Any) -> Any:
+        if named["seeds"] == (0,):
+            raise UserError("seed 0 brings no luck.")
+        return real(*given, **named)
+
+    monkeypatch.setattr(xmoco.detect.evaluation, "evaluate_detect", evaluate)
+    with pytest.raises(SystemExit, match="not measured here, as told above: 1"):
+        compare("scratch:tiny", "--penn-fudan-seeds", "0", "1")
+    told = capsys.readouterr()
+    assert "scratch:tiny, seed 0 failed: seed 0 brings no luck." in told.err
+    assert "scratch:tiny" in told.out.splitlines()[-2], "the table is shown all the same"
+    assert {record.seed for record in records_in(tmp_path)} == {1}
+
+
+@pytest.mark.parametrize("moment", ["training", "judging"])
+def test_stopped_it_keeps_what_is_finished_and_goes_on(
+    compare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    def asked_to_stop(*_: Any) -> None:
+        if len(records_in(tmp_path)):  # the first one is done
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    module, name = {
+        "training": (in_folder.StepReporter, "on_step"),
+        "judging": (xmoco.detect.evaluation, "verdicts"),
+    }[moment]
+    real = getattr(module, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, lambda *given: (asked_to_stop(), real(*given))[1])
+        with pytest.raises(SystemExit) as stopped:
+            compare("scratch:tiny", "--penn-fudan-seeds", "0", "1")
+    assert stopped.value.code == TRY_AGAIN
+    assert {record.seed for record in records_in(tmp_path)} == {0}
+    assert compare("scratch:tiny", "--penn-fudan-seeds", "0", "1") == [("scratch:tiny", 1)]
+    assert {record.seed for record in records_in(tmp_path)} == {0, 1}
+
+
+def test_mistakes_end_in_a_sentence(compare: Any, tmp_path: Path) -> None:
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "config.yaml").write_text("seed: 0\n")
+    with pytest.raises(SystemExit, match="begun is not trained to its end: go on with `pretrain`"):
+        compare(str(tmp_path / "begun"))
+    with pytest.raises(SystemExit, match="no images for faster-rcnn-c4: give --penn-fudan"):
+        compare("scratch:tiny", "--models", "faster-rcnn-c4")
 
 
 def test_commands_told_at_the_top_are_understood(
@@ -141,17 +338,60 @@ def test_commands_told_at_the_top_are_understood(
         monkeypatch.setattr(sys, "argv", shlex.split(command)[1:])
         program.main()
     changes = ["backbone=resnet50", "epochs=200"]
+    changes += ["weak_keys=false", "local_crops=0", "knn_every=0"]
     assert found["pretrain_all"].entries == ["xmoco:", "mocov2plus: method=mocov2plus", *changes]
     assert len(found["compare"].weights) == 3
     assert found["overfit"].penn_fudan == "pennfudan.tar.xz"
 
 
 def test_how_far_above_scratch(benchmarks: None) -> None:
-    program = importlib.import_module("detect")
-    assert program._above([30.0], [20.0]) == "+10.0"
-    assert program._above([30.0, 32.0], [20.0, 22.0]) == "+10.0 (7.1 deviations)"
-    assert program._above([20.0], []) == ""
-    assert program._above([0.0, 0.0], [0.0, 0.0, 0.0]) == "+0.0"
+    difference = importlib.import_module("pages.detection").difference
+    assert difference([30.0], [20.0]) == "+10.0"
+    assert difference([30.0, 32.0], [20.0, 22.0]) == "+10.0 (7.1 deviations)"
+    assert difference([20.0], []) == ""
+    assert difference([0.0, 0.0], [0.0, 0.0, 0.0]) == "+0.0"
+
+
+def page(results: Path, part: str) -> str:
+    pages = importlib.import_module("pages.detection")
+    place = importlib.import_module("pages.common").Place(results)
+    text: str = getattr(pages, part)(place)
+    return text
+
+
+def test_the_page_shows_whether_ap_is_equal(measure: Any, tmp_path: Path) -> None:
+    records = measure("--rounds 1 --ap-steps 2 --seeds 0 1")
+    file = tmp_path / "results" / "detect-speed.jsonl"
+    values = {("xmoco", 0): 30.0, ("xmoco", 1): 32.0, ("torchvision", 0): 29.0}
+    changed = [
+        record.model_copy(update={"value": values.get((record.subject, record.seed), 31.0)})
+        for record in records
+        if record.measure in ("box_ap", "detect_images_per_second")
+    ]
+    file.write_text("".join(record.model_dump_json() + "\n" for record in changed))
+    text = page(tmp_path / "results", "training_tables")
+    assert "**Mask R-CNN FPN, folder scenes, 64 px**" in text
+    assert "| xmoco | fp32 | decoded, on cpu | 30.0 |" in text
+    assert "**AP of Mask R-CNN FPN, folder scenes, 64 px, after 2 steps**" in text
+    assert "| xmoco | 31.0 ± 1.4 |  |" in text
+    assert "| torchvision's reference loop | 30.0 ± 1.4 | +1.0 (0.7 deviations) |" in text
+
+
+def test_the_page_shows_how_far_above_scratch(compare: Any, tmp_path: Path) -> None:
+    compare("scratch:tiny", "--penn-fudan-seeds", "0", "1")
+    file = tmp_path / "results" / "detect.jsonl"
+    lines = []
+    for record in records_in(tmp_path):
+        for subject, value in (("scratch", 20.0), ("xmoco", 30.0)):
+            protocol = record.protocol | {"digest": subject}
+            told = {"subject": subject, "value": value + record.seed, "protocol": protocol}
+            lines.append(record.model_copy(update=told).model_dump_json() + "\n")
+    file.write_text("".join(lines))
+    text = page(tmp_path / "results", "detection_tables")
+    heading, _, *rows = (line for line in text.splitlines() if line.startswith("|"))
+    assert heading.endswith("| box AP above scratch |")
+    assert rows[0].endswith("|  |")
+    assert rows[1].endswith("| +10.0 (14.1 deviations) |")
 
 
 @pytest.fixture

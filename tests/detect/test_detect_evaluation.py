@@ -16,12 +16,16 @@ import torch
 from safetensors.torch import load_file
 from scenes import CATEGORIES, write_scenes
 from small_detectors import small_detectors
+from torch.testing import assert_close
 
 import xmoco
 from helpers import assert_done, assert_refused, metrics, run_cli, wait_until
+from xmoco.detect import prediction
 from xmoco.detect.detector_files import FILE, read_detector
 from xmoco.detect.evaluation import summary
 from xmoco.detect.models import DESIGNS
+from xmoco.detect.prediction import Sight, looked_at
+from xmoco.detect.sources import open_detection
 from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
 from xmoco.records import DetectionProtocol, Measured, read_records
@@ -91,6 +95,8 @@ def test_the_command_of_several_seeds(scenes: Path, tmp_path: Path) -> None:
     assert (protocol.model, protocol.schedule, protocol.metric) == (
         *("mask-rcnn-fpn", "4-steps", "COCO"),
     )
+    seconds = read_records(file, Measured[dict[str, Any]])[0].protocol
+    assert min(seconds["training_seconds"], seconds["judging_seconds"]) > 0
     states = [load_file(tmp_path / "runs" / f"seed-{seed}" / FILE) for seed in (3, 4)]
     assert not torch.equal(*(state["backbone.body.conv1.weight"] for state in states))
 
@@ -99,6 +105,53 @@ def test_the_command_of_several_seeds(scenes: Path, tmp_path: Path) -> None:
     assert again.stderr.count("holds the finished detector") == 2
     rerun = read_records(file, Measured[DetectionProtocol])[len(records) :]
     assert [r.value for r in rerun] == [r.value for r in records]
+    for seed in (3, 4):
+        kept = [line for line in metrics(tmp_path / "runs" / f"seed-{seed}") if "measure" in line]
+        assert len(kept) == len({line["measure"] for line in kept}), "each record stands once"
+
+
+def test_what_was_trained_in_bfloat16_is_judged_in_float32(
+    scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, boxes beyond 256 px are off by pixels."""
+    judged: list[Sight] = []
+
+    def watched(*given: Any, **named: Any) -> Iterator[Sight]:
+        for sight in looked_at(*given, **named):
+            judged.append(sight)
+            yield sight
+
+    monkeypatch.setattr(prediction, "looked_at", watched)
+    xmoco.evaluate_detect(
+        "scratch:tiny",
+        scenes,
+        model="mask-rcnn-fpn",
+        schedule="4-steps",
+        batch=2,
+        out=tmp_path / "run",
+        options=xmoco.EvalOptions("cpu", "bf16", size=64, readers=1),
+    )
+    _, test = open_detection(scenes)
+    last = judged[-len(test) :]
+    expected = looked_at(read_detector(tmp_path / "run")[0], test.images, torch.device("cpu"))
+    for sight, other in zip(last, expected, strict=True):
+        assert len(other.output["boxes"])
+        for name, values in other.output.items():
+            assert_close(sight.output[name], values, rtol=1e-5, atol=1e-4)  # of one dtype, too
+            assert values.dtype == (torch.int64 if name == "labels" else torch.float32)
+
+
+def test_nobody_looks_on_the_way_unless_asked(scenes: Path, tmp_path: Path) -> None:
+    """Two steps are an epoch; the weights are the same either way."""
+    states = []
+    for looks, seen in ((2, [2]), (0, [])):
+        out = tmp_path / f"looks-{looks}"
+        command = ("evaluate", "detect", "scratch:tiny", scenes, "--model", "retinanet-fpn", *QUICK)
+        assert_done(run_cli(*command, "--out", out, "--looks", looks))
+        lines = [line for line in metrics(out) if "box_ap" in line.get("values", {})]
+        assert [line["step"] for line in lines] == seen
+        states.append(load_file(out / FILE))
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
 
 
 @pytest.mark.gpu
@@ -180,6 +233,7 @@ MISTAKES = {
     "one image": (("--batch", "1"), "batch norm needs at least two images"),
     "no image": (("--batch", "0"), "batch=0 is too small"),
     "size": (("--size", "20"), "size=20 is not a whole number from 32 to 1024"),
+    "looks": (("--looks", "-1"), "looks=-1 is too few: give how often, or 0 for never"),
     "seeds": (("--seeds", "0"), "give at least one seed"),
     "seed": (("--seed", "-1"), "seed=-1"),
 }

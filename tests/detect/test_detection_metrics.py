@@ -3,6 +3,7 @@
 import io
 import time
 from contextlib import redirect_stdout
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -218,10 +219,10 @@ def devkit(truth: DetectionSet, found: Detections, iou: float, eleven: bool) -> 
         if eleven:
             best_at = [
                 max(
-                    (p for p, r in zip(precision, recall, strict=True) if r >= t / 10 - 1e-9),
+                    (p for p, r in zip(precision, recall, strict=True) if r >= t),
                     default=0,
                 )
-                for t in range(11)
+                for t in np.arange(0.0, 1.1, 0.1)
             ]
             averages.append(sum(best_at) / 11)
         else:
@@ -244,3 +245,17 @@ def test_voc_is_judged_as_by_its_own_program(seed: int, eleven: bool) -> None:
         {"AP": np.mean([*expected.values()]), "AP50": expected[0.5], "AP75": expected[0.75]}
     )
     assert judged.precision[0.5].mean() == pytest.approx(devkit(truth, found, 0.5, True) / 100)
+
+
+def test_recalls_of_exactly_three_tenths_are_counted_as_by_vocs_programs() -> None:
+    """Three of ten objects are found: 3 / 10 is less than the 0.1 + 0.1 + 0.1 they compare with."""
+    truth, _ = made_up(0)
+    box = np.array([[10.0, 10.0, 50.0, 50.0]])
+    nothing = np.zeros(10, dtype=np.int64)
+    objects = Objects(
+        np.arange(10), box.repeat(10, 0), nothing, nothing > 0, np.full(10, 1600.0), None
+    )
+    truth = replace(truth, objects=objects)
+    found = Detections(np.arange(3), box.repeat(3, 0), np.ones(3), nothing[:3])
+    assert devkit(truth, found, 0.5, True) == pytest.approx(100 * 3 / 11)
+    assert judge_voc(truth, found).values["AP50"] == pytest.approx(100 * 3 / 11)

@@ -33,6 +33,7 @@ from xmoco.nn.backbones import build_resnet
 from xmoco.schedules import Clock
 from xmoco.task import Moment
 from xmoco.train.loop import Training
+from xmoco.train.optimizers import build_optimizer
 from xmoco.train.run_folder import RunFolder
 
 PLAIN = {"mean": (0.0, 0.0, 0.0), "std": (1.0, 1.0, 1.0)}
@@ -197,6 +198,21 @@ def test_rates() -> None:
     assert rate[22_000] == rate[-1] == pytest.approx(0.0002)
     assert COURSES["voc-24k"].sizes[0] == 480
     assert COURSES["1x"].sizes == (640, 672, 704, 736, 768, 800)
+
+
+def test_norms_do_not_decay_and_biases_do() -> None:
+    """As by Detectron2's WEIGHT_DECAY_NORM of 0."""
+    task = small_task(one_picture((10, 6, 30, 26), (40, 60)))
+    task.optimize_for(CPU)
+    optimizer = build_optimizer(COURSES["1x"].plan(0).optim, task.param_groups(), CPU)
+    decays = {p: part["weight_decay"] for part in optimizer.param_groups for p in part["params"]}
+    named = dict(task.detector.named_parameters())
+    assert decays.keys() == set(named.values()), "nothing is left out"
+    norm: Any = task.detector.get_submodule("roi_heads.box_head.norm")
+    assert decays[norm.weight] == decays[norm.bias] == 0
+    assert decays[named["backbone.bn1.weight"]] == 0
+    assert decays[named["backbone.conv1.weight"]] == 1e-4
+    assert decays[named["rpn.head.cls_logits.bias"]] == 1e-4
 
 
 def test_courses_for_fewer_images() -> None:

@@ -241,6 +241,7 @@ def test_the_report(run: tuple[Path, list[Any]], monkeypatch: pytest.MonkeyPatch
         *("Loss", "Terms of the loss", "Learning rate"),
         *("Precision of boxes", "Precision of masks", "Detections"),
     ]
+    assert "Those before are of at most 500 of them" in text, "what its points are"
     ap = next(record.value for record in records if record.measure == "box_ap")
     assert f"at the end: AP {ap:.4g}" in pictures[0]
 

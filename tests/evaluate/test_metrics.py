@@ -45,8 +45,8 @@ def voc_by_the_book(scores: Tensor, labels: Tensor) -> float:
             retrieved = [t for score, t in zip(column, truth, strict=True) if score >= threshold]
             curve.append((sum(retrieved) / sum(truth), sum(retrieved) / len(retrieved)))
         total = 0.0
-        for point in range(11):
-            reached = [p for recall, p in curve if recall >= point / 10 - 1e-9]
+        for point in np.arange(0, 1.1, 0.1):
+            reached = [p for recall, p in curve if recall >= point]
             total += max(reached, default=0.0) / 11
         averages.append(total)
     return 100 * float(np.mean(averages))
@@ -101,10 +101,10 @@ def test_eleven_points_by_hand() -> None:
     # In order: right, wrong, right. Recall 0 … 0.5 at precision 1; 0.6 … 1 at 2/3.
     scores, labels = torch.tensor([[3.0], [2.0], [1.0]]), torch.tensor([[1], [0], [1]])
     assert eleven_point_map(scores, labels) == pytest.approx(100 * (6 + 5 * 2 / 3) / 11)
-    # Ten positives, then wrong ones between: recall 3/10 reaches the point 0.3 exactly.
+    # Ten positives, and wrong ones between: recall 3/10 falls short of VOC's point 3 · 0.1.
     labels = torch.tensor([1, 1, 1] + [0] * 7 + [1] * 7)[:, None]
     scores = -torch.arange(17.0)[:, None]
-    assert eleven_point_map(scores, labels) == pytest.approx(100 * (4 + 7 * 10 / 17) / 11)
+    assert eleven_point_map(scores, labels) == pytest.approx(100 * (3 + 8 * 10 / 17) / 11)
 
 
 def test_constant_scores_have_the_precision_of_chance() -> None:

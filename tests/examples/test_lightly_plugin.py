@@ -104,9 +104,12 @@ def test_without_its_ideas_xmocos_loss_is_lightlys() -> None:
     for loss, bank in zip(theirs, (ours.banks.target, ours.banks.source), strict=True):
         loss.memory_bank.bank = bank.clone()
     found, terms = ours(q_s, q_t, k_s, k_t)
-    expected = {"source": theirs[0](q_s, k_t), "target": theirs[1](q_t, k_s)}
+    expected = {
+        "contrast_source": theirs[0](q_s, k_t),
+        "contrast_target": theirs[1](q_t, k_s),
+    }
     assert_close(terms, expected)
-    assert_close(found, expected["source"] + expected["target"])
+    assert_close(found, expected["contrast_source"] + expected["contrast_target"])
     loss, _ = BatchXMoCoLoss(0.2, label_weight=0.0, consistency_weight=0.0)(q_s, q_t)
     assert_close(loss, NTXentLoss(0.2)(q_s, q_t))
 

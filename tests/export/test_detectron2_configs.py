@@ -74,8 +74,13 @@ def test_settings_are_the_papers(configs: Mapping[str, Any]) -> None:
         assert content["SOLVER"]["IMS_PER_BATCH"] == 16
         assert content["SOLVER"]["BASE_LR"] == (0.01 if "retinanet" in name else 0.02)
         assert model["MASK_ON"] == ("mask" in name)
+        assert content["SOLVER"]["WEIGHT_DECAY"] == 1e-4
+        assert content["SOLVER"]["WEIGHT_DECAY_NORM"] == 0.0
         if "fpn" in name:
             assert model["FPN"]["NORM"] == "SyncBN"
+        if "rcnn-fpn" in name:  # those of Detectron2's Base-RCNN-FPN
+            assert model["RPN"]["PRE_NMS_TOPK_TRAIN"] == 2000
+            assert model["RPN"]["POST_NMS_TOPK_TRAIN"] == 1000
     c4 = configs["faster-rcnn-c4-voc-24k"]
     assert c4["SOLVER"]["STEPS"] == [18_000, 22_000]
     assert c4["SOLVER"]["MAX_ITER"] == 24_000

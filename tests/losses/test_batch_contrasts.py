@@ -93,7 +93,7 @@ def test_both_ideas_are_the_papers(count: int, size: int, seed: int) -> None:
 def test_without_ideas_it_is_nt_xent() -> None:
     found, expected = (unit_views(6, 5).requires_grad_() for _ in range(2))
     loss, terms = ideas(0.0, 0.0).compare(*batch_contrasts(*found, TAU))
-    assert set(terms) == {"source", "target"}
+    assert set(terms) == {"contrast_source", "contrast_target"}
     half, whole = loss / 2, nt_xent(*expected, TAU)
     assert_close(half, whole)
     half.backward()
@@ -154,3 +154,10 @@ def test_the_module_for_any_loop_takes_the_mean_of_both_sides() -> None:
     for mistake in ({"temperature": 0.0}, {"label_weight": 1.5}, {"consistency_weight": -1.0}):
         with pytest.raises(ValueError, match=next(iter(mistake))):
             BatchXMoCoLoss(**mistake)
+
+
+def test_a_single_image_has_no_negatives() -> None:
+    with pytest.raises(ValueError, match=r"^a batch needs at least two images: .* negatives$"):
+        BatchXMoCoLoss()(*unit_views(1, 4))
+    loss, _ = BatchXMoCoLoss()(*unit_views(2, 4))
+    assert loss.item() < 10

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from xmoco.losses import MoCoLoss, XMoCoLoss
 from xmoco.losses.bank import KeyBanks
 from xmoco.losses.consistency import consistency
-from xmoco.losses.contrast import crossed
+from xmoco.losses.contrast import contrast_both_sides
 from xmoco.losses.similarity import cross_entropy, crossed_similarities
 from xmoco.losses.soft_labels import History, SoftLabels, soft_labels
 
@@ -70,8 +70,8 @@ def test_no_labels_and_no_consistency_is_the_symmetric_infonce_of_mocov2plus() -
         sides = zip(("source", "target"), queries, (k_t, k_s), banks.rows()[::-1], strict=True)
         for side, q, k, bank in sides:
             logits = torch.cat([(q * k).sum(dim=1, keepdim=True), q @ bank.T], dim=1) / 0.2
-            expected[side] = F.cross_entropy(logits, torch.zeros(N, dtype=torch.long))
-        total = expected["source"] + expected["target"]
+            expected[f"contrast_{side}"] = F.cross_entropy(logits, torch.zeros(N, dtype=torch.long))
+        total = expected["contrast_source"] + expected["contrast_target"]
         assert_close(loss, total)
         assert_close(terms, {side: term.detach() for side, term in expected.items()})
         assert_close(gradient, torch.autograd.grad(total, queries)[0])
@@ -141,7 +141,7 @@ def test_a_weight_on_the_device_is_the_number_it_holds(
         queries = torch.stack([q_s, q_t]).requires_grad_()
         P_s, P_t = criterion.similarities(*queries, k_s, k_t)
         labels = criterion.labels(P_s, P_t)
-        loss, terms = criterion.cross_entropies(P_s, P_t, P_s, P_t, *labels, given_weight)
+        loss, terms = criterion.cross_entropies(P_s, P_t, P_s.p, P_t.p, *labels, given_weight)
         loss.backward()
         assert loss.dtype == precision
         assert "consistency_source" in terms  # whatever its weight is at this step
@@ -162,7 +162,7 @@ def test_soft_labels_alone_are_those_of_the_whole_loss(history: History) -> None
     part = SoftLabels(D, K, history=history).double()
     for step in range(5):
         features = batch(step)
-        P_s, P_t = crossed(*features, banks, 0.2)
+        P_s, P_t = contrast_both_sides(*features, banks, 0.2)
         Y_s, Y_t = part(P_s, P_t)
         expected = {
             "labels_source": cross_entropy(Y_s, P_t.log_p),
@@ -186,8 +186,8 @@ def test_consistency_alone_is_two_cross_entropies_with_stopped_targets() -> None
     banks = KeyBanks(K, D).double()
     q_s, q_t, k_s, k_t = batch(0)
     found, expected = (torch.stack([q_s, q_t]).requires_grad_() for _ in range(2))
-    P_s, P_t = crossed(*found, k_s, k_t, banks, 0.2)
-    terms = consistency(P_s, P_t, P_s, P_t)
+    P_s, P_t = contrast_both_sides(*found, k_s, k_t, banks, 0.2)
+    terms = consistency(P_s, P_t, P_s.p, P_t.p)
     log_s = crossed_similarities(expected[0], k_t, banks.target, 0.2)
     log_t = crossed_similarities(expected[1], k_s, banks.source, 0.2)
     by_hand = {

@@ -205,8 +205,8 @@ def test_full_positive_mass_makes_the_label_terms_symmetric_infonce(
         moco_loss, moco_terms = moco(q_s, q_t, k_s, k_t)
         assert_close(terms["labels_target"], F.cross_entropy(logits_s, positives_first))
         assert_close(terms["labels_source"], F.cross_entropy(logits_t, positives_first))
-        assert_close(moco_terms["source"], terms["labels_target"])
-        assert_close(moco_terms["target"], terms["labels_source"])
+        assert_close(moco_terms["contrast_source"], terms["labels_target"])
+        assert_close(moco_terms["contrast_target"], terms["labels_source"])
         assert_close(moco_loss, terms["labels_source"] + terms["labels_target"])
 
 

@@ -99,13 +99,14 @@ def test_views_of_one_direction_and_of_both(symmetric: bool, weak_keys: bool) ->
         ],
     }[symmetric, weak_keys]
     assert groups[0].augmentation == config.views
-    assert groups[-1].augmentation == (config.weak_views if weak_keys else config.views)
+    weak = config.weak_views.beside(config.views)
+    assert groups[-1].augmentation == (weak if weak_keys else config.views)
 
 
 def test_terms_are_told_by_side_where_there_are_two() -> None:
     all_terms = {
         "ressl": "relations",
-        "sce": "labels",
+        "sce": "soft_contrast",
         "co2": "contrast agreement",
         "alignuniform": "alignment uniformity",
     }

@@ -32,7 +32,7 @@ TERMS = {
     "simclr": {"labels", "consistency"},
     "moco": {"labels", "consistency"},
     "co2": {"labels", "consistency", "agreement"},
-    "sce": {"labels", "consistency"},
+    "sce": {"soft_contrast", "consistency"},
     "jcl": {"labels", "consistency", "spread"},
     "instdisc": {"labels", "consistency"},
 }
@@ -81,7 +81,7 @@ def test_terms_and_their_weights(name: str) -> None:
     assert kinds == TERMS[name]
     assert {f"{kind}_{side}" for kind in kinds for side in ("source", "target")} == set(terms)
     assert {"consistency_gap", "positive_probability"} <= set(metrics)
-    weights = {"labels": 1.0, "consistency": 0.25, "spread": 1.0}
+    weights = {"labels": 1.0, "soft_contrast": 1.0, "consistency": 0.25, "spread": 1.0}
     weights["agreement"] = at.get("agreement_weight")
     total = sum(weights[term.rpartition("_")[0]] * value for term, value in terms.items())
     assert_close(loss, total / 2 if name in ("simclr", "instdisc") else total)

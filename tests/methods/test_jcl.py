@@ -54,7 +54,7 @@ def test_views_of_queries_and_keys() -> None:
         config = Config(method=TINY.model_copy(update=options))
         groups = JCL.view_groups(config)
         assert groups[-1].augmentation == (
-            config.weak_views if options.get("weak_keys") else config.views
+            config.weak_views.beside(config.views) if options.get("weak_keys") else config.views
         )
         return [group.names for group in groups]
 

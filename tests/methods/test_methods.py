@@ -48,7 +48,7 @@ MOMENTUM = (*BANKS, "byol")
 SIDES = {"source", "target"}
 TERMS = {
     "xmoco": {f"{term}_{side}" for term in ("labels", "consistency") for side in SIDES},
-    "mocov2plus": SIDES,
+    "mocov2plus": {f"contrast_{side}" for side in SIDES},
     "simclr": set(),
     "byol": SIDES,
     "swav": set(),
@@ -399,7 +399,7 @@ def test_weak_keys_are_of_views_of_their_own() -> None:
     assert (weak.augmentation.jitter, weak.augmentation.blur) == (0, 0)
     assert weak.input == strong.input
     views = [*two_views(0), *two_views(1)]
-    (q_s, q_t), keys = method.contrasted(views)
+    (q_s, q_t), keys = method.queries_and_keys_of(views)
     again = momentum_method(XMOCO)
     expected = again.queries_and_keys(views[:2], views[2:])
     assert_close(torch.stack([q_s, q_t]), torch.stack(expected[0]))
@@ -414,7 +414,7 @@ def test_a_predictor_stands_between_queries_and_keys() -> None:
         assert parameter.grad is not None, name
         assert parameter.grad.any(), name
     assert isinstance(method, XMoCo)
-    for query in method.contrasted(two_views(0))[0]:
+    for query in method.queries_and_keys_of(two_views(0))[0]:
         assert_close(query.norm(dim=1), torch.ones(BATCH))
     method.optimize_for(torch.device("cuda"))
     assert method.predictor in method.run.stacked

@@ -107,7 +107,10 @@ def test_the_second_view_may_be_weak(settings: type, kind: type[NeighbourMethod]
     config = Config(method=settings())
     strong, weak = kind.view_groups(config)
     assert (strong.count, weak.count) == (1, 1)
-    assert (strong.augmentation, weak.augmentation) == (config.views, config.weak_views)
+    assert (strong.augmentation, weak.augmentation) == (
+        config.views,
+        config.weak_views.beside(config.views),
+    )
     (alike,) = kind.view_groups(Config(method=settings(weak_keys=False)))
     assert (alike.count, alike.augmentation) == (2, config.views)
 
@@ -120,6 +123,8 @@ def test_a_bank_that_cannot_hold_a_batch_is_told() -> None:
     short = config.model_copy(update={"train": TrainConfig(batch=32)})
     (warning,) = build_method(short).warnings(images=24)
     assert "raise bank_length" in warning
+    parts = config.model_copy(update={"train": TrainConfig(batch=32, accumulate=2)})
+    assert build_method(parts).warnings(images=24) == []  # 16 keys enter at once
 
 
 def test_neighbours_must_be_in_the_bank() -> None:

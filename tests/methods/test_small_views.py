@@ -48,10 +48,10 @@ def test_small_views_learn_from_both_sides(kind: str, monkeypatch: pytest.Monkey
     for step in range(4):  # banks and history are full then
         method(views_of(method, step), values(method))
     method.eval()
-    queries, keys = method.contrasted(views_of(method, 9))
+    queries, keys = method.queries_and_keys_of(views_of(method, 9))
     assert (len(queries), len(keys)) == (6, 2)
     learnt = [query.detach().requires_grad_() for query in queries]
-    monkeypatch.setattr(method, "contrasted", lambda _: (learnt, keys))
+    monkeypatch.setattr(method, "queries_and_keys_of", lambda _: (learnt, keys))
     found = method([], values(method))
     found.loss.backward()
 
@@ -97,7 +97,7 @@ def test_small_views_learn_from_both_sides(kind: str, monkeypatch: pytest.Monkey
 def test_keys_are_of_full_views_only(kind: str) -> None:
     method, same = xmoco(kind), xmoco(kind)
     views = views_of(method, 0)
-    _, keys = method.contrasted(views)
+    _, keys = method.queries_and_keys_of(views)
     of_keys = views[2:4] if method.views[1].names[0].startswith("weak") else views[:2]
     expected = same.run.encode_keys(same.momentum_encoder, of_keys)
     assert_close(torch.stack(keys), torch.stack(expected))

@@ -16,8 +16,8 @@ from xmoco.pretraining import identity_of, same_identity
 from xmoco.settings import config_from_settings, load_config
 from xmoco.tables.columns import COLUMNS
 from xmoco.tables.definition import Table, read_table, table_names
-from xmoco.tables.plan import Asked, own_settings, plan, trials_of_rows
-from xmoco.tables.trials import lasting, unwatched
+from xmoco.tables.plan import Asked, plan, trials_of_rows
+from xmoco.tables.trials import lasting, own_settings, recipe_digest, unwatched
 
 PAPER = Path(__file__).parents[3] / "shared" / "paper" / "xmoco.tex"
 
@@ -108,7 +108,9 @@ def test_rows_take_turns_so_that_every_row_has_a_figure_early() -> None:
     trial = planned[3].trial
     assert (trial.seed, trial.config.train.epochs) == (4, 3)
     assert trial.work == "patterns-tiny-3ep"
-    assert trial.told == {"recipe": "demo", "changes": "positive_mass=0.9"}
+    digest = recipe_digest(load_config("demo"))
+    told = {"recipe": "demo", "recipe_digest": digest, "changes": "positive_mass=0.9"}
+    assert trial.told == told
 
 
 def test_all_rows_learn_from_the_same_images_whatever_their_recipes() -> None:

@@ -23,10 +23,13 @@ from helpers import (
 )
 from xmoco.errors import TRY_AGAIN
 from xmoco.evaluate.classify import LINEAR
-from xmoco.tables import attempts, bench, drawing, running
+from xmoco.tables import attempts, bench, drawing, judging, running
 from xmoco.tables.definition import read_table
+from xmoco.tables.images import Images
 from xmoco.tables.plan import Asked, plan
+from xmoco.tables.trials import DIVERGED
 from xmoco.train.bad_steps import DivergedError
+from xmoco.train.callback import Callback
 from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder
 
@@ -95,7 +98,7 @@ def cells(name: str = "two") -> dict[str, list[str]]:
 def folders() -> dict[str, Path]:
     """Run folders by row, of seed 0."""
     planned = plan(read_table("two.yaml"), Asked(seeds=(0,)))
-    own = bench.Images.open(planned[0].trial.config.data, None).fingerprints
+    own = Images.open(planned[0].trial.config.data, None).fingerprints
     return {one.row.name: Path("out/runs") / attempts.run_name(one.trial, own) for one in planned}
 
 
@@ -208,7 +211,7 @@ def test_what_fails_is_a_gap_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
         {"name": "good"},
     ]
     write_table(rows=rows)
-    knn = bench.knn_accuracy
+    knn = judging.knn_accuracy
     fails: list[Exception] = [RuntimeError("a kernel fell over\nin C"), torch.OutOfMemoryError()]
 
     def failing(*arguments: Any, **named: Any) -> Any:
@@ -216,7 +219,7 @@ def test_what_fails_is_a_gap_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
             raise fails.pop(0)
         return knn(*arguments, **named)
 
-    monkeypatch.setattr(bench, "knn_accuracy", failing)
+    monkeypatch.setattr(judging, "knn_accuracy", failing)
     outcome = run()
     assert_refused(
         outcome,
@@ -235,7 +238,7 @@ def test_what_fails_is_a_gap_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatc
     text = Path("out/two.md").read_text()
     assert "- large, seed 0 failed: the device has too little memory for it.\n" in text
     assert "Training diverged: diverges, seed 0, at step" in text
-    (end,) = (r for r in records() if r["measure"] == bench.DIVERGED)
+    (end,) = (r for r in records() if r["measure"] == DIVERGED)
     assert end["protocol"]["changes"] == "learning_rate=9e15 weight_decay=1e9"
     assert end["unit"] == "step"
 
@@ -295,7 +298,7 @@ def test_features_that_are_no_numbers_are_no_result(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(bench.Bench, "_train", broken)
     write_table(columns=["knn20"])
     assert_refused(run("--row", "0.9"), "as training diverged: 0.9, seed 0, at step 3")
-    assert [(r["measure"], r["value"]) for r in records()] == [(bench.DIVERGED, 3)]
+    assert [(r["measure"], r["value"]) for r in records()] == [(DIVERGED, 3)]
 
 
 def test_images_that_are_shrunk_are_other_images() -> None:
@@ -410,6 +413,72 @@ def test_half_finished_records_are_made_whole() -> None:
     assert cells()["0.9"][3] == "one"  # what was measured twice counts once
 
 
+def test_other_circumstances_have_files_of_their_own() -> None:
+    """Or the table that is asked for next would replace the one that took hours."""
+    assert_done(run("--row", "0.9"))
+    before = Path("out/two.md").read_bytes()
+    for arguments, name in (
+        (["--epochs", "2"], "two-2ep"),
+        (["--held-out"], "two-held-out-20"),
+        (["hue=0.3"], "two-hue_0.3"),
+    ):
+        assert_done(run("--row", "0.9", *arguments))
+        assert Path(f"out/{name}.md").exists()
+    assert_done(run("--dry-run", "--epochs", "1", "device=cpu"))  # which is the table's own
+    assert_done(run("--dry-run", "--data", "gone"))  # of which nothing is known
+    assert Path("out/two.md").read_bytes() == before
+    assert_done(run("--dry-run", "--epochs", "3"))
+    assert not Path("out/two-3ep.md").exists()
+
+
+def test_rows_are_trained_in_the_precision_they_ask_for() -> None:
+    rows = [{"name": "a", "settings": "hue=0.3 precision=bf16"}, {"name": "b"}]
+    write_table(rows=rows, columns=["knn20"])
+    fabrics: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        prepare = bench.prepare_training
+
+        def noted(config: Any, fabric: Any, *rest: Any, **named: Any) -> Any:
+            fabrics.append(str(fabric._precision.precision))
+            return prepare(config, fabric, *rest, **named)
+
+        patch.setattr(bench, "prepare_training", noted)
+        assert_done(run())
+    assert fabrics == ["bf16-mixed", "32-true"]
+
+
+def test_rows_that_are_the_same_training_are_refused() -> None:
+    write_table(rows=[{"name": "a", "settings": "batch=16"}, {"name": "b"}])
+    said = "row b is the same training as row a"
+    assert_refused(run(), said)
+    write_table()
+    assert_refused(run("positive_mass=0.7"), "row 0.9 is the same training as row 0.5")
+    assert not Path("out").exists()
+    assert_done(run("positive_mass=0.7", "--row", "0.9"))
+
+
+def test_epochs_are_timed_without_the_first_of_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In which kernels are compiled: the first run of a table would be the slowest."""
+    # The second epoch takes 1 s, the third 2 s; what is evaluated after each takes 5.
+    clock = iter([105.0, 106.0, 111.0, 113.0, 118.0])
+    course = bench.Course()
+    noted = bench._Noted(Callback(), course, lambda: 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.time, "perf_counter", lambda: next(clock))
+        for epoch in (1, 2, 3):
+            noted.on_epoch(epoch, step=3 * epoch)
+    assert course == bench.Course([1.0, 2.0], runs_at_once=2)
+    assert course.told() == {"epoch_seconds": 1.5, "runs_at_once": 2}
+    assert bench.steady_seconds({"train_seconds": 60.0, "course": {"epoch_seconds": 2}}, 10) == 20
+    assert bench.steady_seconds({"train_seconds": 60.0}, 10) == 60
+    write_table(columns=["time"], paper_columns=[], rows=[{"name": "0.9"}])
+    assert_done(run("--epochs", "3"))
+    (record,) = (r for r in records() if r["measure"] == "train_seconds")
+    facts = record["protocol"]
+    assert record["value"] == pytest.approx(3 * facts["epoch_seconds"])
+    assert 0 < record["value"] < 3 * facts["train_seconds"]
+
+
 def test_damaged_records_are_named_and_left_alone() -> None:
     assert_done(run("--row", "0.9"))
     file = Path("out/records.jsonl")
@@ -470,7 +539,8 @@ def test_held_out_images_are_judged_and_test_images_not_read(images: Path) -> No
         36,
         12,
     )
-    assert "evaluated on a held-out 25 % of the training images" in Path("out/two.md").read_text()
+    text = Path("out/two-held-out-25.md").read_text()
+    assert "evaluated on a held-out 25 % of the training images" in text
 
 
 def test_a_linear_classifier_is_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,7 +570,7 @@ def test_a_linear_classifier_that_diverges_costs_nothing_else(
     write_table(columns=["linear", "knn20"], paper_columns=[], rows=[{"name": "0.9"}])
     told = "0.9, seed 0, its linear classifier, at step 7"
     with monkeypatch.context() as patch:
-        patch.setattr(bench, "train_classifier", diverging)
+        patch.setattr(judging, "train_classifier", diverging)
         assert_refused(run(), f"Gaps in the table, as training diverged: {told}.")
     before = records()
     assert {"knn_top1", "train_seconds"} <= {r["measure"] for r in before}
@@ -558,7 +628,7 @@ def test_others_may_append_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
         return claimed(*arguments)
 
     monkeypatch.setattr(attempts.Books, "claimed", late)
-    monkeypatch.setattr(running.Bench, "attempt", lambda *_, **__: pytest.fail("trained again"))
+    monkeypatch.setattr(bench.Bench, "measure", lambda *_, **__: pytest.fail("trained again"))
     assert_done(run("--row", "0.9"))
 
 

@@ -78,7 +78,8 @@ def lars_by_hand(
     adapt: bool,
     clip: bool = False,
 ) -> list[np.ndarray]:
-    """You, Gitman & Ginsburg's algorithm, one layer and step at a time; with ``clip``, LARC's."""
+    """You, Gitman & Ginsburg's algorithm, one layer and step at a time; with ``clip``, that of LARC
+    and of solo-learn's LARS, which leaves decay out where nothing is adapted."""
     ends = []
     for layer, start in enumerate(weights):
         weight, velocity = start.copy(), np.zeros_like(start)
@@ -86,11 +87,15 @@ def lars_by_hand(
             if gradient is None:
                 continue
             change = gradient + decay * weight
-            if adapt:
-                own, moved = np.sqrt((weight**2).sum()), np.sqrt((change**2).sum())
-                if own > 0 and moved > 0:
-                    share = trust * own / moved
-                    change = change * (min(share / rate, 1) if clip else share)
+            own, slope, moved = (np.sqrt((x**2).sum()) for x in (weight, gradient, change))
+            if adapt and clip:
+                if own > 0 and slope > 0:
+                    share = trust * own / (slope + decay * own + 1e-8)
+                    change = change * min(share / rate, 1)
+                else:
+                    change = gradient
+            elif adapt and own > 0 and moved > 0:
+                change = change * (trust * own / moved)
             velocity = momentum * velocity + change
             weight = weight - rate * velocity
         ends.append(weight)
@@ -275,6 +280,13 @@ def test_every_parameter_is_in_one_group_with_its_rate(settings: OptimConfig) ->
         assert found[id(weight)]["rate_factor"] == 1
         assert found[id(weight)]["weight_decay"] == (0.1 if weight.ndim > 1 else 0)
     assert all(found[id(weight)]["rate_factor"] == 10 for weight in second[:3])
+
+
+@pytest.mark.parametrize("settings", KINDS, ids=lambda settings: settings.name)
+def test_a_group_may_be_exempt_from_decay(settings: OptimConfig) -> None:
+    groups = [ParamGroup(parameters(0)), ParamGroup(parameters(1), decays=False)]
+    decaying, exempt = build_optimizer(settings, groups, CPU).param_groups
+    assert (decaying["weight_decay"], exempt["weight_decay"]) == (0.1, 0)
 
 
 @pytest.mark.parametrize("settings", KINDS, ids=lambda settings: settings.name)

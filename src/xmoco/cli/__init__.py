@@ -233,7 +233,7 @@ def embed(
     from xmoco.embedding import embed as embedded
     from xmoco.embedding import how_to_load
     from xmoco.evaluate.evaluation import EvalOptions
-    from xmoco.pictures import expect_free
+    from xmoco.files import expect_free
 
     options = EvalOptions(device, size=size, mean=mean, std=std)
     expect_free(out, ".npz", "a file of NumPy")
@@ -270,7 +270,7 @@ def classify(
     """Classify images with a classifier trained by `xmoco evaluate finetune` or `linear`."""
     from xmoco.classifying import check_top
     from xmoco.classifying import classify as classified
-    from xmoco.pictures import expect_free
+    from xmoco.files import expect_free
 
     check_top(top)
     expect_free(out, ".csv", "a table of comma-separated values")

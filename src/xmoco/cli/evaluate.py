@@ -424,6 +424,13 @@ def detect(
             "this, as the schedule says. Default: 800."
         ),
     ] = None,
+    looks: Annotated[
+        int,
+        typer.Option(
+            help="About how often AP is measured during training, on up to 500 validation images, "
+            "for the report's curve; 0: never, which is faster."
+        ),
+    ] = 10,
     seed: Annotated[
         int,
         typer.Option(
@@ -486,6 +493,7 @@ def detect(
             schedule=schedule,
             seeds=range(seed, seed + seeds),
             batch=batch,
+            looks=looks,
             out=out,
             options=options,
             listener=listener,

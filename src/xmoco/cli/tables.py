@@ -70,8 +70,11 @@ def run(
         ),
     ] = Path("tables"),
     records: Annotated[
-        Path | None,
-        typer.Option(help="File of records. Default: `records.jsonl` in --out."),
+        list[Path] | None,
+        typer.Option(
+            help="File of records. Given several times, new records go into the first file, and "
+            "runs found in any of them are not repeated. Default: `records.jsonl` in --out."
+        ),
     ] = None,
     epochs: Annotated[
         int | None,
@@ -83,8 +86,8 @@ def run(
     seeds: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated seeds, e.g. `0,1,2`. Default: the table's. Trials of learning "
-            "rates use the table's first seed."
+            help="Comma-separated seeds, e.g. `0,1,2`. Default: the table's. Trials use the "
+            "table's first seed."
         ),
     ] = None,
     row: Annotated[
@@ -111,8 +114,8 @@ def run(
 ) -> None:
     """Run the missing rows of a table, and write it as Markdown, CSV and a figure.
 
-    Some tables, `main` among them, first try several learning rates for every row on held-out
-    training images. Results become records when a run is finished, and finished runs are not
+    Some tables, `main` among them, first try several settings for every row on held-out training
+    images. Results become records when a run is finished, and finished runs are not
     repeated. After an interruption the same command continues, also in the middle of a run.
     Several processes can work on one table; each takes runs that no other is working on.
     """
@@ -133,7 +136,7 @@ def run(
         overrides=tuple(settings or ()),
     )
     command = shlex.join(["xmoco", *sys.argv[1:]])
-    job = Job.of(name, asked, out, records, command)
+    job = Job.of(name, asked, out, records or (), command)
     outcome = run_table(job, devices=devices, dry_run=dry_run)
     for path in outcome.files:
         print_plain(f"table    {path}")

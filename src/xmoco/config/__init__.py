@@ -75,12 +75,29 @@ class InputConfig(Section):
         return deviations
 
 
-class AugmentationConfig(Section):
-    """How random views differ from their image."""
+def checked_ratio(limits: Range) -> Range:
+    if not 0 < limits[0] <= limits[1]:
+        raise ValueError("must be 0 < low ≤ high")
+    return limits
 
+
+class CropConfig(Section):
     crop_scale: Range = Field((0.2, 1.0), description="Share of the image's area a crop covers.")
     crop_ratio: Range = Field((3 / 4, 4 / 3), description="Width : height of a crop.")
     flip: Probability = Field(0.5, description="Chance of a horizontal flip.")
+
+    @field_validator("crop_scale")
+    @classmethod
+    def _is_share(cls, share: Range) -> Range:
+        return checked_share(share)
+
+    @field_validator("crop_ratio")
+    @classmethod
+    def _is_ratio(cls, limits: Range) -> Range:
+        return checked_ratio(limits)
+
+
+class ColourConfig(Section):
     jitter: Probability = Field(0.8, description="Chance of colour jitter.")
     brightness: float = Field(0.8, ge=0, le=1, description="Brightness factor within 1 ± this.")
     contrast: float = Field(0.8, ge=0, le=1, description="Contrast factor within 1 ± this.")
@@ -97,17 +114,10 @@ class AugmentationConfig(Section):
     )
     blur_sigma: Range = Field((0.1, 2.0), description="Standard deviation of the blur in pixels.")
 
-    @field_validator("crop_scale")
-    @classmethod
-    def _is_share(cls, share: Range) -> Range:
-        return checked_share(share)
-
-    @field_validator("crop_ratio", "blur_sigma")
+    @field_validator("blur_sigma")
     @classmethod
     def _is_positive_range(cls, limits: Range) -> Range:
-        if not 0 < limits[0] <= limits[1]:
-            raise ValueError("must be 0 < low ≤ high")
-        return limits
+        return checked_ratio(limits)
 
     @field_validator("blur_kernel")
     @classmethod
@@ -117,12 +127,55 @@ class AugmentationConfig(Section):
         return side
 
 
-class WeakAugmentationConfig(AugmentationConfig):
+class AugmentationConfig(ColourConfig, CropConfig):
+    """How random views differ from their image."""
+
+
+LEAST_WEAK_CROP = 0.2
+"""Share of the image's area that crops of weak views cover at least, as in ReSSL, SCE and MSF."""
+
+
+class WeakCropConfig(Section):
+    crop_scale: Range | None = Field(
+        None,
+        description="Share of the image's area a crop covers; null: that of `views`, but never "
+        f"less than {LEAST_WEAK_CROP} and up to the whole image.",
+    )
+    crop_ratio: Range | None = Field(
+        None, description="Width : height of a crop; null: that of `views`."
+    )
+    flip: Probability | None = Field(
+        None, description="Chance of a horizontal flip; null: that of `views`."
+    )
+
+    @field_validator("crop_scale")
+    @classmethod
+    def _is_share(cls, share: Range | None) -> Range | None:
+        return None if share is None else checked_share(share)
+
+    @field_validator("crop_ratio")
+    @classmethod
+    def _is_ratio(cls, limits: Range | None) -> Range | None:
+        return None if limits is None else checked_ratio(limits)
+
+
+class WeakAugmentationConfig(ColourConfig, WeakCropConfig):
     """Views that differ from their image by crop and flip only, where a method wants such."""
 
     jitter: Probability = Field(0.0, description="Chance of colour jitter.")
     grey: Probability = Field(0.0, description="Chance of turning grey.")
     blur: Probability = Field(0.0, description="Chance of Gaussian blur.")
+
+    def beside(self, views: AugmentationConfig) -> AugmentationConfig:
+        """With all that is null, which follows the strong views: weak ones are never cropped more
+        than these."""
+        settings = self.model_dump(exclude_none=True)
+        usual = {
+            "crop_scale": (max(LEAST_WEAK_CROP, views.crop_scale[0]), 1.0),
+            "crop_ratio": views.crop_ratio,
+            "flip": views.flip,
+        }
+        return AugmentationConfig.model_validate(usual | settings)
 
 
 Backbone = Annotated[str, AfterValidator(check_backbone)]

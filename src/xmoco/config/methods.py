@@ -45,8 +45,7 @@ class XMoCoConfig(TwoBanksConfig):
     def subject(self) -> str:
         """XMoCo+ with what is not in the paper, lest its figures be taken for the paper's."""
         changes = self.label_weight > 0 and self.last_positive_mass != self.positive_mass
-        more = self.extras or self.teacher == "keys" or changes
-        return f"{self.name}+" if more else self.name
+        return f"{self.name}+" if self.extras or changes else self.name
 
     @property
     def added(self) -> tuple[str, ...]:
@@ -92,6 +91,11 @@ class SCEConfig(ConsistencyConfig, DirectedConfig):
     weak_keys: bool = Field(
         True, description="Keys are of views made by `weak_views`, as in SCE's paper."
     )
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Published for ImageNet are a symmetric loss and a predictor."""
+        return tuple(e for e in super().extras if e not in ("symmetric loss", "predictor"))
 
 
 class CO2Config(BankIdeasConfig, DirectedConfig, MoCoConfig):

@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from xmoco.config.section import Range, Section
 
@@ -31,6 +31,13 @@ class SGDConfig(OptimizerConfig):
     sgd_momentum: float = Field(0.9, ge=0, lt=1, description="Momentum of SGD.")
     nesterov: bool = Field(False, description="Nesterov's form of the momentum.")
 
+    @field_validator("nesterov")
+    @classmethod
+    def _has_momentum(cls, nesterov: bool, settings: ValidationInfo) -> bool:
+        if nesterov and settings.data.get("sgd_momentum") == 0:
+            raise ValueError("is a form of the momentum, so it needs sgd_momentum above 0")
+        return nesterov
+
 
 class LARSConfig(OptimizerConfig):
     name: Literal["lars"] = Field(
@@ -45,7 +52,8 @@ class LARSConfig(OptimizerConfig):
     )
     clip: bool = Field(
         False,
-        description="Clip the adaptive rate at the learning rate, as in LARC.",
+        description="Whether a layer's adaptive rate takes the place of the learning rate where it "
+        "is lower, as in LARC; otherwise it multiplies the learning rate.",
     )
     decay_norms_and_biases: bool = Field(
         True,

@@ -119,10 +119,11 @@ class BankConfig(MomentumEncoderConfig):
 
     @property
     def extras(self) -> tuple[str, ...]:
-        usual = type(self).model_fields
-        weak = self.weak_keys and not usual["weak_keys"].default
-        predictor = self.predictor_hidden and not usual["predictor_hidden"].default
-        return (*(["weak keys"] if weak else []), *(["predictor"] if predictor else []))
+        usual = type(self).model_fields["weak_keys"].default
+        other = (
+            [] if self.weak_keys == usual else ["weak keys" if self.weak_keys else "strong keys"]
+        )
+        return (*other, *(["predictor"] if self.predictor_hidden else []))
 
 
 class SmallViewsConfig(MethodSettings):
@@ -164,6 +165,11 @@ class DirectedConfig(BankConfig):
         "other's; otherwise one view makes queries and the other keys.",
     )
 
+    @property
+    def extras(self) -> tuple[str, ...]:
+        other = self.symmetric and not type(self).model_fields["symmetric"].default
+        return (*(["symmetric loss"] if other else []), *super().extras)
+
     @field_validator("label_weight", "consistency_weight", check_fields=False)
     @classmethod
     def _has_two_sides(cls, weight: float, settings: ValidationInfo) -> float:
@@ -193,8 +199,13 @@ class TwoBanksConfig(SmallViewsConfig, BankIdeasConfig, MoCoConfig):
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """With small views it is no baseline of two views."""
-        return (*super().extras, *(["small views"] if self.local_crops else []))
+        """With small views it is no baseline of two views; a teacher needs an idea to tell."""
+        teaches = self.teacher == "keys" and (self.label_weight or self.consistency_weight)
+        return (
+            *(["keys as teacher"] if teaches else []),
+            *super().extras,
+            *(["small views"] if self.local_crops else []),
+        )
 
     @property
     def last_positive_mass(self) -> float:
@@ -230,6 +241,10 @@ class NeighbourConfig(MomentumEncoderConfig):
     weak_keys: bool = Field(
         True, description="The view whose keys enter the bank is made by `weak_views`."
     )
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        return () if self.weak_keys else ("strong keys",)
 
     @field_validator("neighbours")
     @classmethod

@@ -6,7 +6,6 @@ processes do the same, and ``jpeg`` has the GPU do it for plain JPEG files.
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -18,6 +17,7 @@ from xmoco.data.pillow import (
     decoded,
     exif_orientation,
     open_image,
+    planes,
     shrunk,
     to_rgb,
 )
@@ -86,7 +86,8 @@ def rgb_pixels(image: Image.Image) -> Tensor:
 
 
 def _pixels(rgb: Image.Image, orientation: int | None) -> Tensor:
-    pixels = torch.from_numpy(np.array(np.asarray(rgb).transpose(2, 0, 1), order="C"))
+    content = bytearray().join(planes(rgb))
+    pixels = torch.frombuffer(content, dtype=torch.uint8).view(3, rgb.height, rgb.width)
     return upright(pixels, orientation).contiguous()
 
 

@@ -9,7 +9,7 @@ they are too large, or unreadable, and it is not for this program to say why.
 import contextlib
 import socket
 
-from xmoco.data.pillow import UnreadableImage, decoded
+from xmoco.data.pillow import UnreadableImage, decoded, planes
 from xmoco.data.wire import packed, received, send, unpacked
 
 WHOLE = -1
@@ -35,7 +35,7 @@ def serve(connection: socket.socket) -> None:
             try:
                 short_side = None if side == WHOLE else side
                 with decoded(file, short_side, min(MOST_PIXELS, room // 3)) as (rgb, orientation):
-                    channels = [rgb.tobytes("raw", channel) for channel in "RGB"]
+                    channels = planes(rgb)
             except UnreadableImage:
                 told += 0, 0, 0
             else:

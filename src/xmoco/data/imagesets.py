@@ -19,6 +19,8 @@ class ImageSet(ABC):
     """On the CPU. int64 (n,): each image's position in ``classes``; or, where an image may be of
     several classes or of none, bool (n, classes)."""
     classes: tuple[str, ...] | None
+    passed_over: str | None = None
+    """What was found beside these images and is not used, for a person."""
 
     @property
     def multi_label(self) -> bool:

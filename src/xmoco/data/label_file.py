@@ -1,4 +1,5 @@
-"""Labels of images that may show several things at once, from a file in the folder of each split.
+"""Labels of images that may show several things at once, from a file in the folder of each split,
+or from one for all of them in a folder around these.
 
 The file is called ``labels.csv``, in UTF-8, and looks like this::
 
@@ -7,13 +8,14 @@ The file is called ``labels.csv``, in UTF-8, and looks like this::
     street/0012.jpg,car;person
     sky.jpg,
 
-Images are named relative to the split's folder. Every image has a row; an image may be of no class
-at all. The classes are the labels of the training split, in the order of their names.
+Images are named relative to the file's own folder. Every image has a row; an image may be of no
+class at all. The classes are the labels of the training split, in the order of their names.
 """
 
 import csv
 import io
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +31,31 @@ SEPARATOR = ";"
 LabelsByImage = Mapping[str, frozenset[str]]
 
 
-def read_label_file(tree: Tree, folder: str) -> LabelsByImage | None:
-    """The labels of each image that the file in ``folder`` names; none if there is no file."""
-    path = folder + LABEL_FILE
-    if not tree.holds(path):
-        return None
+class LabelFile(NamedTuple):
+    """What a file tells of the images in a folder."""
+
+    where: str
+    """The file, for messages."""
+    folder: str
+    """As the names of its images begin: empty where the file lies in the folder itself."""
+    labels: LabelsByImage
+    """Of those images only."""
+
+
+def read_label_file(tree: Tree, folder: str) -> LabelFile | None:
+    """The file in ``folder`` or else the nearest around it; none if there is none."""
+    around = folder
+    while not tree.holds(around + LABEL_FILE):
+        if not around:
+            return None
+        around = around[: around.rstrip("/").rfind("/") + 1]
+    inside = folder.removeprefix(around)
+    labels = _read(tree, around + LABEL_FILE)
+    own = {image: names for image, names in labels.items() if image.startswith(inside)}
+    return LabelFile(tree.where(around + LABEL_FILE), inside, own)
+
+
+def _read(tree: Tree, path: str) -> LabelsByImage:
     where = tree.where(path)
     try:
         text = tree.read(path).decode("utf-8-sig")  # spreadsheets begin with a mark of byte order
@@ -64,18 +86,19 @@ def read_label_file(tree: Tree, folder: str) -> LabelsByImage | None:
     return labels
 
 
-def classes_in(labels: LabelsByImage, where: str) -> tuple[str, ...]:
+def classes_in(file: LabelFile) -> tuple[str, ...]:
     """All labels there are, in the order of their names."""
-    classes = tuple(sorted(frozenset().union(*labels.values())))
+    classes = tuple(sorted(frozenset().union(*file.labels.values())))
     if not classes:
-        raise UserError(f"{where} has no labels at all: no row has anything after the comma.")
+        raise UserError(f"{file.where} has no labels at all: no row has anything after the comma.")
     return classes
 
 
-def label_matrix(
-    labels: LabelsByImage, images: list[str], classes: tuple[str, ...], where: str
-) -> Tensor:
-    """bool (images, classes): which image is of which class. ``images`` are all those there are."""
+def label_matrix(file: LabelFile, paths: list[str], classes: tuple[str, ...]) -> Tensor:
+    """bool (images, classes): which image is of which class. ``paths`` are all that there are in
+    the folder that the file was read for."""
+    where, labels = file.where, file.labels
+    images = [file.folder + path for path in paths]
     known = set(images)
     absent = next((image for image in labels if image not in known), None)
     if absent is not None:

@@ -2,19 +2,22 @@
 
 - Folders that merely wrap the others are passed through. Beneath them, a folder ``train`` (or
   ``training``) makes the training split, and the first there is of ``val``, ``valid``,
-  ``validation`` and ``test`` (or ``testing``) the test split, in small letters or capitals. Without
-  ``train``, everything is for training; so it is where ``train`` has any other folder of images
-  beside it, as a class of vehicles may be called ``train``, or another of the same meaning.
+  ``validation`` and ``test`` (or ``testing``) the test split, in small letters or capitals. What
+  else lies beside these, masks perhaps, is passed over.
+- Without a test split, ``train`` is a split only where nothing but images lies beside it: a class
+  of vehicles may be called so. Without ``train``, everything is for training.
 - If all images lie directly in two or more subfolders of the split, these are the classes. (Or a
   file tells the labels: see ``label_file``.)
 
 Paths are relative, with ``/``; folders end in ``/``.
 """
 
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from posixpath import commonpath, dirname
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +28,9 @@ from xmoco.text import printable
 TRAIN_FOLDER = "train"
 TEST_FOLDERS = ("val", "valid", "validation", "test")
 SAME_MEANING = {"training": "train", "testing": "test"}
+
+MOST_NAMED = 3
+"""Things that are passed over."""
 
 LabelRule = Literal["auto", "folders", "none"]
 
@@ -52,28 +58,97 @@ def labels_needed() -> Iterator[None]:
         raise UserError(f"{error.args[0]}.") from None
 
 
-def split_folders(paths: list[str], *, pass_over_others: bool = False) -> tuple[str, list[str]]:
-    """The folder of the training split, and those beside it of ``TEST_FOLDERS``, in that order.
+class SplitFolders(NamedTuple):
+    """Which folders are splits."""
 
-    ``pass_over_others`` is for those who know that there are splits: then ``train`` is one,
-    whatever else lies beside it (masks, say).
-    """
+    train: str
+    beside: list[str]
+    """Those of ``TEST_FOLDERS``, in that order."""
+
+    def passed_over(self, paths: list[str]) -> str | None:
+        """What lies in none of them, for a person; none if nothing does."""
+        splits = self.train, *self.beside
+        top = self.train[: self.train.rstrip("/").rfind("/") + 1]
+        others = Counter(_part_of(path, top) for path in paths if not path.startswith(splits))
+        return passed_over(others, [split.removeprefix(top) for split in splits])
+
+
+def split_folders(paths: list[str]) -> SplitFolders:
     # What the first and the last path in the order of names share, all in between share too.
     top = f"{commonpath([dirname(min(paths)), dirname(max(paths))])}/".lstrip("/")
-    before, train, _ = f"/{top}".partition(f"/{TRAIN_FOLDER}/")
-    if train:  # there is nothing but training images
-        return f"{before}{train}".removeprefix("/"), []
-    inside = {path[len(top) :].partition("/")[0] for path in paths if "/" in path[len(top) :]}
-    # Where several mean the same, that which is called as here comes last, and stays.
-    in_order = sorted(inside, key=lambda name: (name == split_of(name), name))
-    folders = {split: name for name in in_order if (split := split_of(name))}
-    known = pass_over_others or len(folders) == len(inside)
-    if TRAIN_FOLDER in folders and known:
-        beside = [f"{top}{folders[name]}/" for name in TEST_FOLDERS if name in folders]
-        return f"{top}{folders[TRAIN_FOLDER]}/", beside
+    splits = _train_and_tests(paths, top)
+    if splits is not None:
+        return splits
+    parts = top.split("/")[:-1]
+    trains = [number for number, part in enumerate(parts) if split_of(part) == TRAIN_FOLDER]
+    if trains:  # there is nothing but training images
+        return SplitFolders("/".join(parts[: trains[0] + 1]) + "/", [])
+    folders = [*_folders_in(paths, top)]
+    if list(map(split_of, folders)) == [TRAIN_FOLDER]:
+        return SplitFolders(f"{top}{folders[0]}/", [])
     if any("/" not in path[len(top) :] for path in paths):  # no mere wrapper: it may be a class
         top = top[: top.rstrip("/").rfind("/") + 1]
-    return top, []
+    return SplitFolders(top, [])
+
+
+def _train_and_tests(paths: list[str], top: str) -> SplitFolders | None:
+    """Where both lie beside each other: in ``top``, or in a folder that has only images beside it,
+    such as a cover."""
+    while True:
+        inside = _folders_in(paths, top)
+        # Where several mean the same, that which is called as here comes last, and stays.
+        in_order = sorted(inside, key=lambda name: (name == split_of(name), name))
+        folders = {split: f"{top}{name}/" for name in in_order if (split := split_of(name))}
+        if TRAIN_FOLDER in folders and len(folders) > 1:
+            beside = [folders[split] for split in TEST_FOLDERS if split in folders]
+            return SplitFolders(folders[TRAIN_FOLDER], beside)
+        if len(inside) != 1:
+            return None
+        top += f"{inside.pop()}/"
+        paths = [path for path in paths if path.startswith(top)]
+
+
+def _folders_in(paths: list[str], top: str) -> set[str]:
+    """The names of folders in ``top``, where all of ``paths`` lie."""
+    return {path[len(top) :].partition("/")[0] for path in paths if "/" in path[len(top) :]}
+
+
+def _part_of(path: str, top: str) -> str:
+    """What lies in ``top``, or above it, and is or holds the image."""
+    if not path.startswith(top):
+        return path
+    name, slash, _ = path[len(top) :].partition("/")
+    return name + slash
+
+
+def split_shards(names: list[str]) -> tuple[dict[str, list[int]], list[int]]:
+    """Positions of shards by split, ``train`` first and then ``TEST_FOLDERS``, told by words in
+    their names; and of those that are passed over. Without ``train`` and another split, all are
+    for training."""
+    splits: dict[str, list[int]] = {split: [] for split in (TRAIN_FOLDER, *TEST_FOLDERS)}
+    others: list[int] = []
+    for number, name in enumerate(names):
+        words = set(map(split_of, re.split(r"[^a-z]+", name.lower())))
+        found = next((positions for split, positions in splits.items() if split in words), others)
+        found.append(number)
+    splits = {split: positions for split, positions in splits.items() if positions}
+    if TRAIN_FOLDER not in splits or len(splits) == 1:
+        return {TRAIN_FOLDER: list(range(len(names)))}, []
+    return splits, others
+
+
+def passed_over(others: Counter[str], splits: Iterable[str]) -> str | None:
+    """For a person: what lies beside splits, and how many images each holds that is a folder."""
+    if not others:
+        return None
+    named = [
+        f"{printable(name)} ({count:,} image{'s' * (count > 1)})"
+        if name.endswith("/")
+        else printable(name)
+        for name, count in sorted(others.items())[:MOST_NAMED]
+    ]
+    more = f" and {len(others) - MOST_NAMED:,} more" if len(others) > MOST_NAMED else ""
+    return f"passed over beside {' and '.join(splits)}: {', '.join(named)}{more}"
 
 
 def split_of(word: str) -> str | None:

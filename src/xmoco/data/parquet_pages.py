@@ -26,6 +26,8 @@ HEADER = 2**14
 LONGEST_HEADER = 2**20
 LARGEST_PAGE = 2**29
 """Bytes. Writers end a page after a megabyte, or after an image that is larger."""
+ROWS_AT_ONCE = 64
+"""Whose images are held in memory while it is found out whether all are there."""
 CODECS = ("UNCOMPRESSED", "SNAPPY", "GZIP", "BROTLI", "ZSTD", "LZ4")
 PLAIN, DICTIONARY = (0,), (2, 8)
 """Encodings of values, by Parquet's numbers: as they are; as places in a page of values."""
@@ -55,6 +57,8 @@ def scan_parquet(read: Read, length: int) -> Scanned:
         offsets, lengths, parts = array("Q"), array("I"), array("I")
         for group in range(file.metadata.num_row_groups):
             chunk = file.metadata.row_group(group).column(column)
+            if _has_gaps(file, group, chunk, leaf):
+                raise UnknownParquet(f"its column {leaf.path} has rows without an image")
             for place in _values(read, chunk, levels=leaf.max_definition_level > 0):
                 offsets.append(place.offset)
                 lengths.append(min(place.length, LARGEST))
@@ -99,14 +103,25 @@ class PageHeader(NamedTuple):
     is_compressed: bool
 
 
+def _has_gaps(file: "pq.ParquetFile", group: int, chunk: Any, leaf: Any) -> bool:
+    """Whether a row of the group has no image."""
+    if chunk.num_values == 0 or leaf.max_definition_level == 0:
+        return False
+    if chunk.statistics is not None and chunk.statistics.has_null_count:
+        return bool(chunk.statistics.null_count)
+    # Where no statistics tell, every page is looked through, some rows at a time.
+    arrow, _ = _libraries()
+    batches = file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[leaf.path])
+    tables = (arrow.Table.from_batches([batch]).flatten() for batch in batches)
+    return any(table.column(0).null_count for table in tables)
+
+
 def _values(read: Read, chunk: Any, levels: bool) -> Iterator[_Place]:
     """Where the values of a column chunk lie; ``levels``: whether some might not be there."""
     if chunk.physical_type != "BYTE_ARRAY":
         raise UnknownParquet(f"its column {chunk.path_in_schema} holds no bytes")
     if chunk.compression not in CODECS:
         raise UnknownParquet(f"it is compressed by {chunk.compression}")
-    if chunk.statistics is None or chunk.statistics.null_count:
-        raise UnknownParquet(f"its column {chunk.path_in_schema} has rows without an image")
     codec = CODECS.index(chunk.compression)
     at = chunk.dictionary_page_offset if chunk.has_dictionary_page else chunk.data_page_offset
     end, found = at + chunk.total_compressed_size, 0

@@ -35,7 +35,7 @@ FORMATS = (
     *("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF"),
     *("AVIF", "JPEG2000", "TGA", "PPM"),
 )
-"""By Pillow's names; all that may stand behind ``trees.IMAGE_EXTENSIONS``."""
+"""By Pillow's names; all that may stand behind ``names.IMAGE_EXTENSIONS``."""
 
 MOST_PIXELS = 2**27
 """Of an image as it is decoded, a JPEG perhaps at a fraction of its size; and of all images that
@@ -108,8 +108,8 @@ def decoded(
             with _room.taken(pixels):
                 rgb = to_rgb(image)
                 turned = exif_orientation(image)  # once decoded: TIFF files are then upright
-                if short_side is not None:
-                    rgb = rgb.resize(shrunk(rgb.size, short_side), Image.Resampling.BILINEAR)
+                if short_side is not None and rgb.size != (size := shrunk(rgb.size, short_side)):
+                    rgb = rgb.resize(size, Image.Resampling.BILINEAR)
                 yield rgb, turned
     except UnreadableImage:
         raise
@@ -149,6 +149,11 @@ def to_rgb(image: Image.Image) -> Image.Image:
         return _on_white(image)
     image.load()
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def planes(rgb: Image.Image) -> list[bytes]:
+    """All its red, all its green and all its blue: Pillow parts them faster than numpy does."""
+    return [rgb.tobytes("raw", channel) for channel in "RGB"]
 
 
 def _on_white(image: Image.Image) -> Image.Image:

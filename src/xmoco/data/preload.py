@@ -53,14 +53,8 @@ def preload(
     decoder = torch.device("cpu") if _small_files(images) else device
     if unreadable is None:
         unreadable = Unreadable(len(images))
-    kept: ImageSet | None = None
-    if (sizes == sizes[0]).all():
-        with closing(_everything(images, decoder, readers, unreadable, on_progress)) as batches:
-            kept = _array(images, sizes[0], device, batches)
-    if kept is None:
-        with closing(_everything(images, decoder, readers, unreadable, on_progress)) as batches:
-            kept = _ragged(images, limit, device, batches)
-    return images if kept is None else kept
+    with closing(_everything(images, decoder, readers, unreadable, on_progress)) as batches:
+        return _kept(images, sizes, limit, device, batches) or images
 
 
 def held(
@@ -131,47 +125,62 @@ def _everything(
                 on_progress(done, len(images))
 
 
-def _array(
-    images: ImageSet, size: Tensor, device: torch.device, batches: Iterator[Batch]
-) -> ArrayImages | None:
-    """The images in one tensor; none as soon as one is not of that size."""
-    pixels = torch.empty((len(images), 3, *size.tolist()), dtype=torch.uint8, device=device)
-    shown = torch.empty(len(images), dtype=torch.int64)
-    done = 0
-    for batch in batches:
-        if (batch.sizes != size).any():
-            return None
-        here = slice(done, done + len(batch.indices))
-        pixels[here], shown[here] = batch.images, batch.indices
-        done = here.stop
-    return ArrayImages(images.name, pixels, _labels(images, shown), images.classes, shown)
+def _kept(
+    images: ImageSet, expected: Tensor, limit: int, device: torch.device, batches: Iterator[Batch]
+) -> ArrayImages | RaggedImages | None:
+    """The images end to end; none as soon as they do not fit into ``limit`` bytes.
 
-
-def _ragged(
-    images: ImageSet, limit: int, device: torch.device, batches: Iterator[Batch]
-) -> RaggedImages | None:
-    """The images end to end; none as soon as they do not fit into ``limit`` bytes."""
-    pictures: list[Tensor] = []
-    shown = []
+    Where one size is to be expected, they get the memory for a single tensor. Should one be of
+    another size after all, it and those after it take what is left of that, and more.
+    """
+    one_size = bool((expected == expected[0]).all())
+    room = _bytes_of(expected[:1]) * len(images) if one_size else 0
+    whole = left = torch.empty(room, dtype=torch.uint8, device=device)
+    parts, sizes, shown = [], [], []
     total = 0
     for batch in batches:
-        sizes = batch.sizes.tolist()
-        end_to_end = torch.cat(
-            [
-                image[:, :high, :wide].flatten()
-                for image, (high, wide) in zip(batch.images, sizes, strict=True)
-            ]
-        ).to(device)
-        total += len(end_to_end)
+        part = _end_to_end(batch)
+        total += len(part)
         if total > limit:
             return None
-        parts = end_to_end.split([3 * high * wide for high, wide in sizes])
-        pictures += [part.view(3, *size) for part, size in zip(parts, sizes, strict=True)]
+        if len(part) <= len(left):
+            here, left = left[: len(part)], left[len(part) :]
+            parts.append(here.copy_(part))
+        else:
+            parts.append(part.to(device))
+        sizes.append(batch.sizes)
         shown.append(batch.indices)
-    positions = torch.cat(shown)
-    return RaggedImages(
-        images.name, pictures, _labels(images, positions), images.classes, positions
+    places = torch.cat(shown)
+    facts = _labels(images, places), images.classes, places
+    if one_size and (torch.cat(sizes) == expected[0]).all():
+        pixels = whole.view(len(images), 3, *expected[0].tolist())
+        return ArrayImages(images.name, pixels, *facts)
+    pictures = [
+        picture.view(3, *size)
+        for part, its_sizes in zip(parts, sizes, strict=True)
+        for picture, size in zip(
+            part.split((3 * its_sizes.prod(1)).tolist()), its_sizes.tolist(), strict=True
+        )
+    ]
+    return RaggedImages(images.name, pictures, *facts)
+
+
+def _end_to_end(batch: Batch) -> Tensor:
+    """The pixels of a batch without what its images leave of their canvas."""
+    if (batch.sizes == torch.tensor(batch.images.shape[2:])).all():
+        return batch.images.flatten()
+    sizes = batch.sizes.tolist()
+    return torch.cat(
+        [
+            image[:, :high, :wide].flatten()
+            for image, (high, wide) in zip(batch.images, sizes, strict=True)
+        ]
     )
+
+
+def _bytes_of(sizes: Tensor) -> int:
+    """Of all images of these sizes."""
+    return int(3 * sizes.prod(1).sum())
 
 
 def _labels(images: ImageSet, shown: Tensor) -> Tensor | None:

@@ -40,7 +40,7 @@ class Shard(NamedTuple):
     """A file of many images."""
 
     name: str
-    """Its path or, on another machine, what it is called there."""
+    """Its full path or, on another machine, its URL: no other shard anywhere has it."""
     size: int
     mark: str
     """Changes with its content: when it was written, or what the other machine says of it."""

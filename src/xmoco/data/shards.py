@@ -8,18 +8,15 @@ testing is told by their names, what images show by files or columns beside them
 
 import hashlib
 import os
-import re
-import subprocess
 import tempfile
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from queue import SimpleQueue
-from typing import IO, cast
 
 import numpy as np
 import torch
@@ -28,13 +25,20 @@ from torch import Tensor
 from xmoco.data import tar_scanner
 from xmoco.data.decode import EncodedImage, ImageFile, UnreadableImage, decode_rgb
 from xmoco.data.imagesets import ImageSet
-from xmoco.data.layout import TEST_FOLDERS, TRAIN_FOLDER, LabelRule, split_of, unknown_class
+from xmoco.data.layout import (
+    TRAIN_FOLDER,
+    LabelRule,
+    passed_over,
+    split_shards,
+    unknown_class,
+)
 from xmoco.data.parquet_pages import UnknownParquet, scan_parquet, value_of
-from xmoco.data.processes import command
+from xmoco.data.processes import Process, Processes
 from xmoco.data.shard_index import ShardIndex, build_index, index_of, locked
 from xmoco.data.stores import ENDINGS, Disk, Distant, Store, read_ahead
 from xmoco.data.tar_members import DamagedArchive
-from xmoco.data.tar_scanner import Scanned, read_scanned, scan_tar
+from xmoco.data.tar_scanner import Scanned, of_pieces, scan_tar, scan_tar_file
+from xmoco.data.wire import packed, send, unpacked
 from xmoco.distributed import first_on_machine
 from xmoco.errors import UserError
 from xmoco.text import printable
@@ -131,31 +135,22 @@ class ShardSource:
         self.index = _open_index(store, kinds.pop())
         if not len(self.index):
             raise UserError(f"there are no images in {self.name}.")
-
-    def splits(self) -> dict[str, list[int]]:
-        """Numbers of shards by split, ``train`` first: told by words in their names, if those of
-        all are known; else all are for training."""
-        found: dict[str, list[int]] = {TRAIN_FOLDER: []}
-        for number, shard in enumerate(self.store.shards):
-            words = set(
-                map(split_of, re.split(r"[^a-z]+", _below_top(self.store, shard.name).lower()))
-            )
-            split = next((word for word in (TRAIN_FOLDER, *TEST_FOLDERS) if word in words), None)
-            found.setdefault(split or "", []).append(number)
-        if "" in found or not found[TRAIN_FOLDER]:
-            return {TRAIN_FOLDER: list(range(len(self.store.shards)))}
-        return found
+        self.splits, others = split_shards([store.where(n) for n in range(len(store.shards))])
+        """Numbers of shards by split, ``train`` first."""
+        self._passed_over = passed_over(Counter(map(store.where, others)), self.splits)
 
     def images(self, split: str, rule: LabelRule, short_side: int) -> ShardImages | None:
-        splits = self.splits()
-        if split not in splits:
+        if split not in self.splits:
             return None
-        name = f"{self.name} ({split})" if len(splits) > 1 else self.name
-        chosen = self._stretches(splits[split])
+        name = f"{self.name} ({split})" if len(self.splits) > 1 else self.name
+        chosen = self._stretches(self.splits[split])
         labels, classes = None, None
         if self.index.classes is not None and rule != "none":
-            classes, labels = self._labels(chosen, self._stretches(splits[TRAIN_FOLDER]), split)
-        return ShardImages(name, self.store, self.index, chosen, labels, classes, short_side)
+            train = self._stretches(self.splits[TRAIN_FOLDER])
+            classes, labels = self._labels(chosen, train, split)
+        images = ShardImages(name, self.store, self.index, chosen, labels, classes, short_side)
+        images.passed_over = self._passed_over
+        return images
 
     def _stretches(self, shards: list[int]) -> list[range]:
         """The images of some shards; neighbours are one stretch."""
@@ -190,12 +185,6 @@ def local_shards(folder: Path, names: list[str]) -> ShardSource:
     return ShardSource(folder.resolve().name, Disk([str(folder / name) for name in names]))
 
 
-def _below_top(store: Store, name: str) -> str:
-    """A shard's name without the folders that all have in common."""
-    top = os.path.commonpath([os.path.dirname(shard.name) for shard in store.shards])  # noqa: PTH120
-    return name.removeprefix(top)
-
-
 def _open_index(store: Store, kind: str) -> ShardIndex:
     """The index of a store's shards, built first if need be, by one process of this machine."""
     path = Path(first_on_machine(lambda: str(_build_if_needed(store, kind))))
@@ -218,12 +207,12 @@ def _build_if_needed(store: Store, kind: str) -> Path:
 def _folder() -> Path:
     """Where indexes are kept; the folder may be deleted at any time."""
     caches = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(caches) if caches else Path.home() / ".cache") / "xmoco" / "index"
     try:
+        folder = (Path(caches) if caches else Path.home() / ".cache") / "xmoco" / "index"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    except OSError:
+    except (OSError, RuntimeError):  # RuntimeError: nothing tells where this user is at home
         pass
     other = Path(tempfile.gettempdir()) / f"xmoco-index-{os.getuid() if os.name == 'posix' else ''}"
     other.mkdir(mode=0o700, exist_ok=True)
@@ -232,13 +221,13 @@ def _folder() -> Path:
 
 def scanned(store: Store, kind: str) -> Iterator[Scanned]:
     """What is in every shard, in their order, found by as many cores as there are."""
-    if kind == "tar" and isinstance(store, Disk) and os.name == "posix":
-        with closing(_TarScanners(os.cpu_count() or 1)) as scanners:
-            yield from _each(store, lambda n: scanners.scan(store.shards[n].name), scanners.count)
-        return
-    scan = scan_tar if kind == "tar" else scan_parquet
     # What a thread holds is some ten megabytes: on a disk, more threads than cores only cost these.
     at_once = SCANNED_AT_ONCE if isinstance(store, Distant) else os.cpu_count() or 1
+    if kind == "tar" and isinstance(store, Disk):
+        with closing(_TarScanners()) as scanners:
+            yield from _each(store, lambda n: scanners.scan(store.shards[n].name), at_once)
+        return
+    scan = scan_tar if kind == "tar" else scan_parquet
     yield from _each(store, lambda n: scan(read_ahead(store, n), store.shards[n].size), at_once)
 
 
@@ -260,39 +249,27 @@ def _each(store: Store, scan: Callable[[int], Scanned], at_once: int) -> Iterato
 def _result(store: Store, number: int, scan: Future[Scanned]) -> Scanned:
     try:
         return scan.result()
-    except (OSError, EOFError, DamagedArchive, UnknownParquet) as error:
+    except (OSError, DamagedArchive, UnknownParquet) as error:
         shard = store.shards[number].name
         kind = "tar archive" if shard.lower().endswith("tar") else "Parquet file of images"
         reason = printable(str(error).rstrip("."))
         raise UserError(f"{printable(shard)} is no whole {kind}: {reason}.") from None
 
 
-class _TarScanners:
-    """Processes that scan tar files. They import the standard library only, which makes them small
-    and quick to start."""
+class _TarScanners(Processes):
+    """Small processes that scan tar files. Where one fails, this one scans from then on."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
-        self._all = [self._start() for _ in range(count)]
-        for process in self._all:
-            self._idle.put(process)
-
-    @staticmethod
-    def _start() -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(command(tar_scanner), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    def __init__(self) -> None:
+        super().__init__(tar_scanner, "index shards")
 
     def scan(self, path: str) -> Scanned:
-        process = self._idle.get()
-        try:
-            cast(IO[bytes], process.stdin).write(os.fsencode(path).hex().encode() + b"\n")
-            cast(IO[bytes], process.stdin).flush()
-            return read_scanned(cast(IO[bytes], process.stdout))
-        finally:
-            self._idle.put(process)
+        pieces = self.ask(partial(_scanned_there, path))
+        return scan_tar_file(path) if pieces is None else of_pieces(pieces)
 
-    def close(self) -> None:
-        for process in self._all:
-            cast(IO[bytes], process.stdin).close()
-            cast(IO[bytes], process.stdout).close()
-            process.wait()
+
+def _scanned_there(path: str, process: Process) -> list[bytes]:
+    name = os.fsencode(path)
+    send(process.connection, [packed([len(name)]), name])
+    (count,) = unpacked(process.receive(8))
+    lengths = unpacked(process.receive(8 * count))
+    return [bytes(process.receive(length)) for length in lengths]

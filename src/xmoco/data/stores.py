@@ -9,10 +9,13 @@ fails for a while.
 import asyncio
 import itertools
 import math
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 
 ENDINGS = ("tar", "parquet")
 MOST_SHARDS = 1_000_000
+LOOKED_UP_AT_ONCE = 64
+"""Distant shards that are named one by one: each is asked for, over the network."""
 READ_AT_ONCE = 2**22
 """Bytes of a distant shard, while its index is built."""
 PATIENCE_AT_FIRST, PATIENCE = timedelta(seconds=20), timedelta(minutes=10)
@@ -41,6 +46,13 @@ class Store(ABC):
 
     shards: list[Shard]
 
+    @cached_property
+    def _top(self) -> str:
+        """The folders that all shards have in common."""
+        # Not commonpath, which would make one slash of the two in a URL.
+        shared = os.path.commonprefix([shard.name for shard in self.shards])  # noqa: RUF071
+        return shared[: shared.rfind("/") + 1]
+
     @abstractmethod
     def read(self, shard: int, offset: int, length: int) -> bytes:
         """Raises an ``OSError`` where the bytes are not there any more."""
@@ -53,9 +65,9 @@ class Store(ABC):
         """Where the bytes are on disk, if they are."""
         return None
 
-    @abstractmethod
     def where(self, shard: int) -> str:
-        """How to find a shard, for messages."""
+        """A shard's path below the folders that all have in common, which tells it from others."""
+        return self.shards[shard].name.removeprefix(self._top)
 
 
 def _given_or_raised(store: Store, place: tuple[int, int, int]) -> bytes | OSError:
@@ -73,16 +85,14 @@ class Disk(Store):
                 status = Path(path).stat()
             except OSError as error:
                 raise UserError(f"cannot read {printable(path)}: {error.strerror}.") from None
-            self.shards.append(Shard(path, status.st_size, str(status.st_mtime_ns)))
+            name = os.path.abspath(path)  # noqa: PTH100
+            self.shards.append(Shard(name, status.st_size, str(status.st_mtime_ns)))
 
     def read(self, shard: int, offset: int, length: int) -> bytes:
         return read_place(Place(self.shards[shard].name, offset, length))
 
     def place(self, shard: int, offset: int, length: int) -> Place:
         return Place(self.shards[shard].name, offset, length)
-
-    def where(self, shard: int) -> str:
-        return Path(self.shards[shard].name).name
 
 
 class Distant(Store):
@@ -93,9 +103,11 @@ class Distant(Store):
         """``names`` are relative to ``url``; without them, all shards below it are listed."""
         self.url = url.rstrip("/")
         self._store = _open_store(self.url, PATIENCE_AT_FIRST)
-        found = self._listed() if names is None else map(self._looked_up, names)
+        found = self._listed() if names is None else self._looked_up(names)
         self.shards = [
-            Shard(one["path"], one["size"], str(one["e_tag"] or one["last_modified"]))
+            Shard(
+                self._address(one["path"]), one["size"], str(one["e_tag"] or one["last_modified"])
+            )
             for one in found
         ]
         self._store = _open_store(self.url, PATIENCE)
@@ -113,13 +125,20 @@ class Distant(Store):
         shards = [one for one in found if one["path"].rpartition(".")[2].lower() in ENDINGS]
         return sorted(shards, key=lambda one: one["path"])
 
-    def _looked_up(self, name: str) -> Any:
+    def _looked_up(self, names: Sequence[str]) -> list[Any]:
         import obstore
 
-        try:
-            return obstore.head(self._store, name) | {"path": name}
-        except (obstore.exceptions.BaseError, OSError) as error:
-            raise UserError(f"cannot read {self.url}/{name}: {_reason(error)}.") from None
+        def look_up(name: str) -> Any:
+            try:
+                return obstore.head(self._store, name) | {"path": name}
+            except (obstore.exceptions.BaseError, OSError) as error:
+                raise UserError(f"cannot read {self._address(name)}: {_reason(error)}.") from None
+
+        with ThreadPoolExecutor(LOOKED_UP_AT_ONCE, "xmoco-look-up") as pool:
+            return list(pool.map(look_up, names))
+
+    def _address(self, path: str) -> str:
+        return f"{self.url}/{path}"
 
     def read(self, shard: int, offset: int, length: int) -> bytes:
         (content,) = self.read_all([(shard, offset, length)])
@@ -129,7 +148,9 @@ class Distant(Store):
 
     def read_all(self, places: Sequence[tuple[int, int, int]]) -> list[bytes | OSError]:
         """All at the same time."""
-        return asyncio.run(self._read_all(places))
+        # By a thread of its own: in this one an event loop may be running, as in notebooks.
+        with ThreadPoolExecutor(1, "xmoco-fetch") as thread:
+            return thread.submit(asyncio.run, self._read_all(places)).result()
 
     async def _read_all(self, places: Sequence[tuple[int, int, int]]) -> list[bytes | OSError]:
         return list(await asyncio.gather(*(self._read(*place) for place in places)))
@@ -137,22 +158,21 @@ class Distant(Store):
     async def _read(self, shard: int, offset: int, length: int) -> bytes | OSError:
         import obstore
 
-        name = self.shards[shard].name
+        address = self.shards[shard].name
         if length > LARGEST_FILE:
             return OSError(f"{self.where(shard)} holds a file that is too large")
         try:
-            content = await obstore.get_range_async(self._store, name, start=offset, length=length)
+            content = await obstore.get_range_async(
+                self._store, address.removeprefix(f"{self.url}/"), start=offset, length=length
+            )
         except FileNotFoundError as error:
             return OSError(f"{self.where(shard)} is not there any more: {_reason(error)}")
         except (obstore.exceptions.BaseError, OSError) as error:
             # Not one image that is bad, but all: others in its place would hide it.
-            raise UserError(f"cannot read {self.url}/{name}: {_reason(error)}.") from None
+            raise UserError(f"cannot read {address}: {_reason(error)}.") from None
         if len(content) < length:
             return OSError(f"{self.where(shard)} is shorter than it was")
         return content.to_bytes()
-
-    def where(self, shard: int) -> str:
-        return self.shards[shard].name.rpartition("/")[2]
 
 
 def is_distant(source: str) -> bool:

@@ -24,6 +24,7 @@ class Subset(ImageSet):
         self.name = images.name
         self.labels = None if images.labels is None else images.labels[positions]
         self.classes = images.classes
+        self.passed_over = images.passed_over
         self._images = images
         self._positions = positions.tolist()
 
@@ -66,6 +67,15 @@ class Joined(ImageSet):
     def encoded(self, index: int) -> EncodedImage | None:
         images, position = self._place(index)
         return images.encoded(position)
+
+    def encoded_all(self, indices: Sequence[int]) -> list[EncodedImage | UnreadableImage] | None:
+        border = len(self._first)
+        first = self._first.encoded_all([index for index in indices if index < border])
+        second = self._second.encoded_all([index - border for index in indices if index >= border])
+        if first is None or second is None:
+            return None
+        left = iter(first), iter(second)
+        return [next(left[index >= border]) for index in indices]
 
     def file(self, index: int) -> ImageFile | None:
         images, position = self._place(index)

@@ -1,20 +1,21 @@
 """Finds the images in tar shards: a program of its own, and small, for as many cores as there are.
 
-Names follow WebDataset's layout: ``a/0012.jpg`` may have its class in ``a/0012.cls``. It is told
-paths by its standard input, one in a line of hexadecimal digits, and answers each on its standard
-output. Nothing but the standard library is imported.
+Names follow WebDataset's layout: ``a/0012.jpg`` may have its class in ``a/0012.cls``. A request is
+a path after its length; an answer is pieces, after how many they are and how long each is. Nothing
+but the standard library is imported.
 """
 
+import contextlib
 import json
 import os
-import struct
-import sys
+import socket
 from array import array
-from collections.abc import Callable
-from typing import IO, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 from xmoco.data.names import IMAGE_EXTENSIONS, LABEL_ENDING, ends_in, sample_of
 from xmoco.data.tar_members import DamagedArchive, visible_files
+from xmoco.data.wire import packed, received, send, unpacked
 
 Numbers: TypeAlias = "array[int]"
 Labels: TypeAlias = tuple[list[str], Numbers]
@@ -81,19 +82,19 @@ def scan_tar_file(path: str) -> Scanned:
         os.close(descriptor)
 
 
-def write_scanned(scanned: Scanned, file: IO[bytes]) -> None:
+def in_pieces(scanned: Scanned) -> list[bytes]:
     kinds = {kind: classes for kind, (classes, _) in scanned.labels.items()}
-    columns = [
+    return [
+        json.dumps(kinds).encode(),
         *(scanned.offsets.tobytes(), scanned.lengths.tobytes(), scanned.parts.tobytes()),
         *(scanned.names, scanned.name_lengths.tobytes()),
         *(which.tobytes() for _, which in scanned.labels.values()),
     ]
-    _write(file, json.dumps(kinds).encode(), *columns)
 
 
-def read_scanned(file: IO[bytes]) -> Scanned:
+def of_pieces(pieces: Sequence[bytes]) -> Scanned:
     """Raises what the scanner met: a ``DamagedArchive``."""
-    header, *columns = _read(file)
+    header, *columns = pieces
     kinds = json.loads(header)
     if "damaged" in kinds:
         raise DamagedArchive(kinds["damaged"])
@@ -111,29 +112,16 @@ def read_scanned(file: IO[bytes]) -> Scanned:
     )
 
 
-def _write(file: IO[bytes], *pieces: bytes) -> None:
-    file.write(struct.pack(f"=q{len(pieces)}q", len(pieces), *map(len, pieces)))
-    for piece in pieces:
-        file.write(piece)
-    file.flush()
-
-
-def _read(file: IO[bytes]) -> list[bytes]:
-    count = struct.unpack("=q", _exactly(file, 8))[0]
-    lengths = struct.unpack(f"={count}q", _exactly(file, 8 * count))
-    return [_exactly(file, length) for length in lengths]
-
-
-def _exactly(file: IO[bytes], length: int) -> bytes:
-    content = file.read(length)
-    if len(content) < length:
-        raise EOFError("the scanning process has ended")
-    return content
+def serve(connection: socket.socket) -> None:
+    while len(length := received(connection, 8)) == 8:
+        path = os.fsdecode(bytes(received(connection, *unpacked(length))))
+        try:
+            pieces = in_pieces(scan_tar_file(path))
+        except (OSError, DamagedArchive) as error:
+            pieces = [json.dumps({"damaged": str(error)}).encode()]
+        send(connection, [packed([len(pieces), *map(len, pieces)]), *pieces])
 
 
 def main() -> None:
-    for line in sys.stdin:
-        try:
-            write_scanned(scan_tar_file(os.fsdecode(bytes.fromhex(line))), sys.stdout.buffer)
-        except (OSError, DamagedArchive) as error:
-            _write(sys.stdout.buffer, json.dumps({"damaged": str(error)}).encode())
+    with contextlib.suppress(OSError):  # the other side is gone
+        serve(socket.socket(fileno=0))

@@ -7,9 +7,9 @@ STL10 was made for learning without labels, so its training split is all 105,000
 labels, unless ``data.labels=folders`` asks for the 5,000 that have some.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -18,7 +18,10 @@ from torch import Tensor
 from xmoco.config import DataConfig
 from xmoco.data.imagesets import ArrayImages, EncodedImages, ImageSet
 from xmoco.data.trees import FolderTree
+from xmoco.distributed import first_on_machine
 from xmoco.errors import UserError, nearest
+
+T = TypeVar("T")
 
 _BY_TRAIN = {"train": {"train": True}, "test": {"train": False}}
 _BY_SPLIT = {"train": {"split": "train"}, "test": {"split": "test"}}
@@ -86,6 +89,20 @@ def images_at(
 
 def find(data: DataConfig, set_name: str, arguments: dict[str, Any]) -> Any:
     """torchvision's own object, downloading the set only if it is missing and that is allowed."""
+    return _first_alone(data, lambda: _found(data, set_name, arguments))
+
+
+def _first_alone(data: DataConfig, find: Callable[[], T]) -> T:
+    """What ``find`` finds, in every process. If it may download, one process of the machine does
+    first: several would write to the same files."""
+    if not data.download:
+        return find()
+    found: list[T] = []
+    first_on_machine(lambda: found.append(find()))
+    return found[0] if found else find()
+
+
+def _found(data: DataConfig, set_name: str, arguments: dict[str, Any]) -> Any:
     from torchvision import (
         datasets,
     )  # takes seconds to import, which other sources need not wait for
@@ -108,11 +125,15 @@ def find(data: DataConfig, set_name: str, arguments: dict[str, Any]) -> Any:
 def find_folder(data: DataConfig, set_name: str, folder: str) -> Path:
     """The folder of a set that torchvision can download, but does not read as it is needed."""
     path = Path(data.root) / folder
-    if not path.is_dir():
-        if not data.download:
-            raise _missing(data, set_name, f"there is no {folder}")
-        download(data, set_name, {})
-    return path
+
+    def find() -> Path:
+        if not path.is_dir():
+            if not data.download:
+                raise _missing(data, set_name, f"there is no {folder}")
+            download(data, set_name, {})
+        return path
+
+    return _first_alone(data, find)
 
 
 def download(data: DataConfig, set_name: str, arguments: dict[str, Any]) -> Any:
@@ -129,10 +150,17 @@ class MissingSetError(UserError):
     """What to do is said as settings are given; ``with_options`` for commands that have some."""
 
     def __init__(self, what: str, by_hand: str | None) -> None:
+        super().__init__(what, by_hand)  # by which it can be told to other processes
+        self._what, self._by_hand = what, by_hand
+
+    def __str__(self) -> str:
         settings = "add download=true to download it, or root=FOLDER for where it is"
-        super().__init__(f"{what}; {by_hand or settings}.")
+        return f"{self._what}; {self._by_hand or settings}."
+
+    @property
+    def with_options(self) -> str:
         options = "add --download to download it, or say with --root where it is"
-        self.with_options = f"{what}; {by_hand or options}."
+        return f"{self._what}; {self._by_hand or options}."
 
 
 def _missing(data: DataConfig, set_name: str, reason: str) -> MissingSetError:

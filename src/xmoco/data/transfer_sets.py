@@ -32,6 +32,7 @@ from xmoco.data.sources import (
     TORCHVISION,
     existing_path,
     is_path,
+    names_shards,
     open_images,
     open_splits,
     set_name,
@@ -77,9 +78,9 @@ def open_transfer_set(
 ) -> TransferSet:
     """One of the paper's sets by name, kept in ``root``, or a labelled set of one's own.
 
-    One's own is a folder or an archive with ``train/``, ``test/`` and, if it has its own validation
-    images, ``val/``; or ``patterns``, or ``torchvision:NAME``. Names in ``TRANSFER_SETS`` may be
-    written in small letters; a folder of such a name is meant by ``./NAME``.
+    One's own is a folder, an archive or shards with ``train``, ``test`` and, if it has its own
+    validation images, ``val``; or ``patterns``, or ``torchvision:NAME``. Names in ``TRANSFER_SETS``
+    may be written in small letters; a folder of such a name is meant by ``./NAME``.
 
     ``metric`` replaces the one that the paper reports; for sets of one's own that is top-1 or,
     where an image may be of several classes, 11-point mAP. No image is decoded.
@@ -98,7 +99,9 @@ def open_transfer_set(
         name = set_name(source)
         splits = _train_and_test(_data(source, root, download))
     else:
-        name = set_name(existing_path(source, map(str.lower, TRANSFER_SETS)))
+        if not names_shards(source):
+            existing_path(source, map(str.lower, TRANSFER_SETS))
+        name = set_name(source)
         if name.lower() in map(str.lower, TRANSFER_SETS):  # whose column it must not get into
             name += " (own)"
         splits = _folders(_data(source, root, download))

@@ -186,7 +186,9 @@ def _files_below(top: str, endings: Collection[str]) -> Iterator[str]:
             # The kind of an entry comes with its name: only links are looked at.
             visible = sorted(filter(_is_entry_visible, entries), key=lambda entry: entry.name)
         for entry in visible:
-            if entry.is_dir():
+            # To nothing, or to itself: somebody will want to be told of such an image.
+            leads_nowhere = entry.is_symlink() and not os.path.exists(entry.path)  # noqa: PTH110
+            if not leads_nowhere and entry.is_dir():
                 seen = entered
                 if entry.is_symlink():
                     if _contains(entry.path, folder):
@@ -205,16 +207,9 @@ def _files_below(top: str, endings: Collection[str]) -> Iterator[str]:
                             "folders, many of them perhaps again and again: remove such links."
                         )
                 waiting.append((entry.path, f"{inside}{entry.name}/", seen))
-            elif ends_in(entry.name, endings) and _is_regular(entry):
+            # No pipe and no device: who reads them may wait, or read, for ever.
+            elif ends_in(entry.name, endings) and (leads_nowhere or entry.is_file()):
                 yield inside + entry.name
-
-
-def _is_regular(entry: os.DirEntry[str]) -> bool:
-    """A file, or a link to one; also a link to nothing, which somebody will want to be told of.
-
-    No pipe and no device: who reads them may wait, or read, for ever.
-    """
-    return entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path))  # noqa: PTH110
 
 
 def _contains(link: str, folder: str) -> bool:

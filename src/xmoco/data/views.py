@@ -266,7 +266,7 @@ def central(
     arguments and the result are as in ``render``.
     """
     real = sizes.numpy()
-    short = np.full(len(real), round(size * 256 / 224) if border and size >= 64 else size)
+    short = np.full(len(real), central_short_side(size, border=border))
     short[(real == size).all(axis=1)] = size
     resized = short[:, None] * real // real.min(axis=1, keepdims=True)
     first = np.rint((resized - size) / 2)
@@ -275,6 +275,11 @@ def central(
     with torch.no_grad(), torch.autocast(images.device.type, enabled=False):
         pixels = _resample(images, np.zeros_like(real.T), real.T, resized.T, outputs)
         return mix(pixels, *_upload(images.device, *_finish(none, none, input)))
+
+
+def central_short_side(size: int, *, border: bool = True) -> int:
+    """How long the shorter side of an image is in its central view, before that is cut out."""
+    return round(size * 256 / 224) if border and size >= 64 else size
 
 
 def _crop(images: Tensor, boxes: Integers, flip: Flags, size: int) -> Tensor:

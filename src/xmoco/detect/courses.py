@@ -1,12 +1,14 @@
 """How long a detector is trained, with which rates, and on images of which sizes.
 
 The paper's settings, which are MoCo's, which are Detectron2's: 16 images a step, rate 0.02 (0.01
-for RetinaNet), warm-up over 100 steps, a tenth of the rate after each milestone.
+for RetinaNet), warm-up over 100 steps, a tenth of the rate after each milestone, no weight decay of
+norms.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from xmoco.config.optimizers import SGDConfig
 from xmoco.detect.models import design_of
@@ -17,6 +19,7 @@ from xmoco.train.loop import Plan
 BATCH = 16
 RATE = {True: 0.02, False: 0.01}  # of two stages, of one; per 16 images
 FIRST_SHARE = 0.001  # of the rate, with which the warm-up begins
+NORM_DECAY = 0.0  # the weight decay of norms
 DECAY = 0.1
 COCO_SIZES = tuple(range(640, 801, 32))
 VOC_SIZES = tuple(range(480, 801, 32))
@@ -38,11 +41,29 @@ class Course:
     batch: int = BATCH
     rate: float = RATE[True]
     weight_decay: float = 1e-4
+    """Of all but norms."""
     momentum: float = 0.9
 
     @property
     def test_size(self) -> int:
         return self.sizes[-1]
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """As records tell it."""
+        return {
+            "schedule": self.name,
+            "size": self.test_size,
+            "train_sizes": list(self.sizes),
+            "steps": self.steps,
+            "batch": self.batch,
+            "rate": self.rate,
+            "weight_decay": self.weight_decay,
+            "norm_weight_decay": NORM_DECAY,
+            "milestones": list(self.milestones),
+            "warmup": self.warmup,
+            "precise_batches": self.precise,
+        }
 
     def learning_rate(self, clock: Clock) -> float:
         begun = min(1.0, clock.step / self.warmup) if self.warmup else 1.0

@@ -5,8 +5,9 @@ import hashlib
 import json
 import re
 import statistics
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,24 @@ from xmoco.data.subset import some_positions
 from xmoco.detect.courses import BATCH, Course, course_of
 from xmoco.detect.detector_files import DetectorCard
 from xmoco.detect.masks import hotcoco
-from xmoco.detect.metrics import TITLES, Detections, Judged, judge_coco, judge_voc
+from xmoco.detect.metrics import (
+    PLURALS,
+    TITLES,
+    Detections,
+    Judged,
+    judge_coco,
+    judge_voc,
+)
 from xmoco.detect.models import Design, build_detector, design_of
 from xmoco.detect.objects import DetectionSet, some_of
 from xmoco.detect.prediction import predicted
-from xmoco.detect.report import picture_detections, write_detection_report
+from xmoco.detect.report import (
+    JUDGED_ON_THE_WAY,
+    picture_detections,
+    write_detection_report,
+)
 from xmoco.detect.sources import open_detection
-from xmoco.detect.training import train_detector
+from xmoco.detect.training import LOOKS, train_detector
 from xmoco.errors import UserError
 from xmoco.evaluate.evaluation import EvalOptions, Evaluation, Listener, check_seed
 from xmoco.nn.backbones import build_backbone
@@ -35,8 +47,6 @@ from xmoco.nn.named_models import SCRATCH
 from xmoco.records import Record
 from xmoco.train.engine import on_first
 from xmoco.train.run_folder import RunFolder, plain
-
-JUDGED_ON_THE_WAY = 500  # images, at most
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,7 @@ def evaluate_detect(
     schedule: str,
     seeds: Sequence[int] = (0,),
     batch: int = BATCH,
+    looks: int = LOOKS,
     out: str | Path | None = None,
     options: EvalOptions | None = None,
     listener: Listener | None = None,
@@ -64,13 +75,16 @@ def evaluate_detect(
 
     ``data`` is a folder or an archive in COCO's, VOC's or YOLO's layout. One detector is trained
     for each seed, in a run folder under ``out``; the same call goes on there after an interruption,
-    and finds finished detectors again. ``weights`` may also be ``scratch:resnet50``.
+    and finds finished detectors again. ``weights`` may also be ``scratch:resnet50``. About
+    ``looks`` times on the way AP is measured on some validation images.
     """
     design = design_of(model)
     if not seeds:
         raise UserError("give at least one seed.")
     for seed in seeds:
         check_seed(seed)
+    if looks < 0:
+        raise UserError(f"looks={looks} is too few: give how often, or 0 for never.")
     hotcoco()  # if it is not there, that is better known now than after the training
     options = options or EvalOptions()
     course = course_of(schedule, model, images=batch, batch=batch, size=options.size)
@@ -81,7 +95,7 @@ def evaluate_detect(
     if design.masks and test.objects.masks is None:
         raise UserError(f"{model} draws masks, and not every object of {test.name} has one.")
     course = course_of(schedule, model, images=len(learnt), batch=batch, size=options.size)
-    job = _Job(evaluation, model, design, course, learnt, test, source_name(data))
+    job = _Job(evaluation, model, design, course, learnt, test, source_name(data), looks)
     images = job.images_digest()
     records: list[Record] = []
     for seed in seeds:
@@ -148,6 +162,7 @@ class _Job:
     train: DetectionSet
     test: DetectionSet
     name: str  # of the images
+    looks: int
 
     def images_digest(self) -> str:
         readers = self.evaluation.options.readers
@@ -186,7 +201,7 @@ class _Job:
     def run(self, seed: int, folder: Path, settings: Mapping[str, Any]) -> list[Record]:
         evaluation, fabric = self.evaluation, self.evaluation.fabric
         name = f"{self.design.title}, seed {seed}"
-        detector = train_detector(
+        detector, training_seconds = train_detector(
             self.detector(seed),
             self.train,
             self.course,
@@ -199,19 +214,26 @@ class _Job:
             readers=evaluation.options.readers,
             command=evaluation.options.command,
             judge=self.on_the_way,
+            looks=self.looks,
             on_step=evaluation.on_step(name),
             say=evaluation.listener.say,
         )
         evaluation.tell_of(RunFolder(folder).unreadable())
 
         def judge() -> list[Record]:
+            started = time.perf_counter()
             found = self.found(detector, self.test)
             results = verdicts(self.test, found, self.design.masks)
+            seconds = {
+                "training_seconds": round(training_seconds, 1),
+                "judging_seconds": round(time.perf_counter() - started, 1),
+            }
             records = [
-                record for result in results for record in self.records(result, seed, folder)
+                replace(record, protocol=record.protocol | seconds)
+                for result in results
+                for record in self.records(result, seed, folder)
             ]
-            for record in records:
-                RunFolder(folder).add_record(record)
+            RunFolder(folder).add_new(records)
             self.report(detector, folder, records, results)
             return records
 
@@ -221,11 +243,9 @@ class _Job:
         self, detector: nn.Module, folder: Path, records: list[Record], results: list[Verdict]
     ) -> None:
         evaluation = self.evaluation
-        pictures = picture_detections(
-            detector, self.test, evaluation.device, evaluation.bf16, truth=True
-        )
+        pictures = picture_detections(detector, self.test, evaluation.device, truth=True)
         firsts = _first_of_each_kind(results)
-        judged = {f"{kind}es" if kind == "box" else f"{kind}s": r for kind, r in firsts.items()}
+        judged = {PLURALS[kind]: result for kind, result in firsts.items()}
         card = self.card(records[0].seed)
         report = write_detection_report(folder, card, records, judged, pictures)
         evaluation.listener.say(f"the detector and its report are in {report.parent}.")
@@ -272,7 +292,6 @@ class _Job:
             detector,
             data,
             self.evaluation.device,
-            bf16=self.evaluation.bf16,
             readers=self.evaluation.options.readers,
             unreadable=broken,
             on_progress=self.evaluation.on_progress("judging"),
@@ -293,7 +312,6 @@ class _Job:
         }
 
     def records(self, verdict: Verdict, seed: int, folder: Path) -> list[Record]:
-        course = self.course
         return [
             self.evaluation.record(
                 f"{verdict.kind}_{measure.lower()}",
@@ -304,19 +322,10 @@ class _Job:
                 RunFolder(folder).environment().get("processes"),
                 name=self.design.title,
                 model=self.model,
-                schedule=course.name,
+                **self.course.protocol,
                 metric=verdict.metric,
                 split="test",
                 judged=self.test.name,
-                size=course.test_size,
-                train_sizes=list(course.sizes),
-                steps=course.steps,
-                batch=course.batch,
-                rate=course.rate,
-                weight_decay=course.weight_decay,
-                milestones=list(course.milestones),
-                warmup=course.warmup,
-                precise_batches=course.precise,
                 categories=len(self.train.categories),
                 train_images=len(self.train),
                 judged_images=len(self.test),

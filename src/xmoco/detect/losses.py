@@ -17,6 +17,7 @@ from torch import Tensor
 from torchvision.ops import MultiScaleRoIAlign, roi_align, sigmoid_focal_loss
 
 from xmoco.detect.boxes import areas, clipped, decode, encode, overlaps
+from xmoco.detect.frames import sent
 from xmoco.detect.models import Shared
 from xmoco.detect.suppression import suppressed
 
@@ -251,7 +252,7 @@ def _regions(
     )
     scores, codes = heads.box_predictor(features)
     own = torch.cat([torch.arange(p.start, p.stop) for p in found.positives])
-    own = _sent(own, images.device)
+    own = sent(own, images.device)
     image, box, label, thing = (
         values[own] for values in (found.images, found.boxes, found.labels, found.objects)
     )
@@ -274,12 +275,6 @@ def _regions(
     drawn = drawn[torch.arange(len(label), device=label.device), label]
     expected = masks(image, box, thing, drawn.shape[-1])
     return losses | {"masks": F.binary_cross_entropy_with_logits(drawn, expected)}
-
-
-def _sent(rows: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cuda":  # only from pinned memory does a copy run beside the host
-        return rows.pin_memory().to(device, non_blocking=True)
-    return rows.to(device)
 
 
 def _one_stage(

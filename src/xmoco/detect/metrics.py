@@ -28,6 +28,11 @@ TITLES = dict(
     )
 )
 """By how records call them."""
+PLURALS = {"box": "boxes", "mask": "masks"}
+"""What is judged, by how records call it."""
+TENTHS = np.arange(0, 1.1, 0.1)
+"""VOC's eleven recalls, as py-faster-rcnn and Detectron2 have them: what is less than
+0.30000000000000004 falls short of the fourth, 3 of 10 objects among it."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,6 @@ def judge_voc(truth: DetectionSet, found: Detections, eleven_points: bool = True
     own. Objects marked difficult need not be found, and finding them is not wrong.
     """
     # A box is right if its overlap is more than the threshold, where COCO takes as much, too.
-    points = np.arange(11) / 10
     average: dict[float, list[float]] = {iou: [] for iou in IOUS}
     curves: dict[float, list[Floats]] = {iou: [] for iou in IOUS}
     for label in range(len(truth.categories)):
@@ -146,17 +150,15 @@ def judge_voc(truth: DetectionSet, found: Detections, eleven_points: bool = True
         for iou in IOUS:
             right, wrong = _right_and_wrong(overlap > iou, match, truth.objects.ignored)
             hits = right.cumsum()
+            recall = hits / wanted
             precision = hits / np.maximum(hits + wrong.cumsum(), 1)
-            # the best at any recall of at least this one, in whole numbers of hits
-            best = np.array(
-                [precision[10 * hits >= ten * wanted].max(initial=0) for ten in range(11)]
-            )
-            average[iou].append(best.mean() if eleven_points else _area(hits / wanted, precision))
+            best = np.array([precision[recall >= tenth].max(initial=0) for tenth in TENTHS])
+            average[iou].append(best.mean() if eleven_points else _area(recall, precision))
             curves[iou].append(best)
     mean = {iou: 100 * float(np.mean(values)) for iou, values in average.items()}
     return Judged(
         {"AP": float(np.mean([*mean.values()])), "AP50": mean[0.5], "AP75": mean[0.75]},
-        points,
+        TENTHS,
         {iou: np.mean(values, axis=0) for iou, values in curves.items()},
     )
 

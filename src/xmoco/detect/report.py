@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from xmoco.data.subset import some_positions, taken
 from xmoco.detect.detector_files import FILE, DetectorCard
 from xmoco.detect.drawing import drawn, enlarged, framed
-from xmoco.detect.metrics import TITLES, Judged
+from xmoco.detect.metrics import PLURALS, TITLES, Judged
 from xmoco.detect.objects import DetectionSet
 from xmoco.detect.prediction import MASK_THRESHOLD, looked_at
 from xmoco.records import Record
@@ -21,11 +21,17 @@ from xmoco.report.sheets import pictures_sheet
 from xmoco.train.run_folder import RunFolder
 
 SHOWN = 8  # pictures
+JUDGED_ON_THE_WAY = 500  # images, at most
 SURE = 0.5  # the score from which detections are drawn
 LARGE = 400  # pixels of a picture's shorter side, lest writing on it be too small
 THRESHOLDS = (0.5, 0.75, 0.9)
 
 AP_NAMES = {"ap": "AP", "ap50": "AP50", "ap75": "AP75"}
+AP_MEANING = (
+    "The last value is of all validation images, after precise batch norm. Those before are of at "
+    f"most {JUDGED_ON_THE_WAY} of them, with the running statistics of training: part of the last "
+    "step up or down may be due to that."
+)
 
 
 def write_detection_report(
@@ -60,8 +66,7 @@ def write_detection_report(
 
 def _heading(record: Record) -> str:
     kind, _, measure = record.measure.partition("_")
-    what = {"box": "boxes", "mask": "masks"}[kind]
-    return f"{TITLES[measure]}, {what} ({record.protocol['metric']})"
+    return f"{TITLES[measure]}, {PLURALS[kind]} ({record.protocol['metric']})"
 
 
 def _facts(card: DetectorCard, record: Record) -> list[tuple[str, str]]:
@@ -95,7 +100,7 @@ def _over_steps(run: Path, records: Sequence[Record]) -> list[Panel]:
         for name, points in series.items()
     }
     found = []
-    for kind, what in (("box", "boxes"), ("mask", "masks")):
+    for kind, what in PLURALS.items():
         own = {
             name: drawable[f"{kind}_{measure}"]
             for measure, name in AP_NAMES.items()
@@ -103,7 +108,14 @@ def _over_steps(run: Path, records: Sequence[Record]) -> list[Panel]:
         }
         if own:
             found.append(
-                Panel(f"Average precision of {what}", "%", own, includes=(0, 100), along="step")
+                Panel(
+                    f"Average precision of {what}",
+                    "%",
+                    own,
+                    includes=(0, 100),
+                    along="step",
+                    meaning=AP_MEANING if any(len(c.values) > 1 for c in own.values()) else "",
+                )
             )
     terms = {
         name.removeprefix("loss/"): values
@@ -146,7 +158,6 @@ def picture_detections(
     detector: nn.Module,
     data: DetectionSet,
     device: torch.device,
-    bf16: bool = False,
     columns: int = 2,
     truth: bool = False,
 ) -> bytes:
@@ -155,7 +166,7 @@ def picture_detections(
     positions = some_positions(len(data), SHOWN)
     some = taken(data.images, positions)
     found = []
-    for sight in looked_at(detector, some, device, bf16=bf16):
+    for sight in looked_at(detector, some, device):
         output = {name: values.cpu() for name, values in sight.output.items()}
         sure = output["scores"] >= SURE
         picture, boxes = enlarged(sight.picture.cpu(), output["boxes"][sure], LARGE)

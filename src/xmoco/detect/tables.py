@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from xmoco.detect.metrics import TITLES
+from xmoco.detect.metrics import PLURALS, TITLES
 from xmoco.detect.models import DESIGNS
 from xmoco.errors import UserError
 from xmoco.records import DetectionProtocol, Measured, read_records
@@ -32,7 +32,7 @@ from xmoco.report.tables import (
 Detected = Measured[DetectionProtocol]
 COLUMNS: Mapping[str, Column] = {
     f"{kind}_{measure}": Column(what, TITLES[measure])
-    for kind, what in (("box", "boxes"), ("mask", "masks"))
+    for kind, what in PLURALS.items()
     for measure in ("ap", "ap50", "ap75")
 }
 """By measure: those of boxes first, as in the paper's file."""

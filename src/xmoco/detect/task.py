@@ -16,7 +16,19 @@ from xmoco.distributed import processes
 from xmoco.errors import UserError
 from xmoco.nn.batchnorm import split_statistics
 from xmoco.nn.blocks import fuse_layers
-from xmoco.task import Moment, StepOutput, Task, Values
+from xmoco.task import Moment, ParamGroup, StepOutput, Task, Values
+
+
+def norms_apart(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Parameters of norms, which do not decay in Detectron2, and all others, biases among them."""
+    norms = {
+        parameter
+        for layer in module.modules()
+        if isinstance(layer, nn.modules.batchnorm._NormBase)
+        for parameter in layer.parameters(recurse=False)
+    }
+    learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [p for p in learning if p in norms], [p for p in learning if p not in norms]
 
 
 class DetectorTask(Task):
@@ -59,6 +71,10 @@ class DetectorTask(Task):
         # Where the objects of each image begin, and how many they are.
         self.counts = np.bincount(objects.images, minlength=len(data))
         self.starts = self.counts.cumsum() - self.counts
+
+    def param_groups(self) -> list[ParamGroup]:
+        norms, others = norms_apart(self)
+        return [ParamGroup(others), ParamGroup(norms, decays=False)]
 
     def optimize_for(self, device: torch.device) -> None:
         self.boxes, self.labels = self.boxes.to(device), self.labels.to(device)

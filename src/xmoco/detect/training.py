@@ -1,9 +1,10 @@
 """Trains a detector in a run folder, and leaves it there as a file."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from xmoco.train.in_folder import OnStep, StepReporter, train_in_folder
 from xmoco.train.loop import Training
 
 LOOKS = 10
-"""How often a detector is judged on the way, about."""
+"""How often a detector is judged on the way, about, unless told otherwise."""
 SHAPES = 2 ** np.linspace(-1, 1, 7)
 """Between which shapes, as width over height, images are put into batches of their own."""
 
@@ -42,14 +43,15 @@ def train_detector(
     seed: int,
     readers: int = 8,
     command: str = "the same call",
-    judge: Judge | None = None,
+    judge: Judge,
+    looks: int = LOOKS,
     on_step: OnStep | None = None,
     say: Callable[[str], None] | None = None,
-) -> nn.Module:
+) -> "Trained":
     """The detector after the course, in eval mode, with statistics of batch norms computed anew.
 
     ``data`` is all to be learnt from. The same call goes on where it was interrupted, and finds a
-    finished detector again. ``judge`` is asked now and then.
+    finished detector again. ``judge`` is asked about ``looks`` times on the way.
     """
     if course.batch % fabric.world_size:
         raise UserError(
@@ -75,27 +77,35 @@ def train_detector(
         readers=readers,
         command=command,
         say=say,
-        reporter=lambda training: _Judged(training, on_step, judge),
+        reporter=lambda training: _Judged(training, on_step, judge, looks),
     )
     if on_first(fabric, lambda: (folder / FILE).is_file()):
         finished, _ = read_detector(folder)
-        return finished.to(fabric.device)
+        return Trained(finished.to(fabric.device), training.seconds)
     make_batch_norms_precise(training, course.precise)
     on_first(fabric, lambda: save_detector(detector, card, folder / FILE))
-    return detector.eval()
+    return Trained(detector.eval(), training.seconds)
+
+
+class Trained(NamedTuple):
+    detector: nn.Module
+    seconds: float
+    """Of all sessions; looks on the way are among them, precise batch norm is not."""
 
 
 class _Judged(StepReporter):
     """Has the detector judged now and then, at the end of an epoch."""
 
-    def __init__(self, training: Training, on_step: OnStep | None, judge: Judge | None) -> None:
+    def __init__(
+        self, training: Training, on_step: OnStep | None, judge: Judge, looks: int
+    ) -> None:
         super().__init__(training, on_step)
         self.judge = judge
         epochs = training.total_steps / training.steps_per_epoch
-        self.every = math.ceil(epochs / LOOKS)
+        self.every = math.ceil(epochs / looks) if looks else None
 
     def on_epoch(self, epoch: int, step: int) -> None:
-        if self.judge is None or epoch % self.every or step == self.training.total_steps:
+        if not self.every or epoch % self.every or step == self.training.total_steps:
             return
         task = self.training.task
         assert isinstance(task, DetectorTask)
@@ -108,20 +118,26 @@ def make_batch_norms_precise(training: Training, batches: int) -> None:
 
     Those left by training are of weights that were still moving, and of few images.
     """
-    norms = [
-        norm
-        for norm in training.task.modules()
-        if isinstance(norm, nn.modules.batchnorm._BatchNorm)
-    ]
+    with mean_statistics(training.task) as weigh:
+        training.look_on(batches, weigh)
+
+
+@contextmanager
+def mean_statistics(module: nn.Module) -> Iterator[Callable[[int], None]]:
+    """Running statistics become the mean over the batches that pass meanwhile; the number of each,
+    from 1, is to be told before it."""
+    norms = [norm for norm in module.modules() if isinstance(norm, nn.modules.batchnorm._BatchNorm)]
     before = [norm.momentum for norm in norms]
 
     def weigh(number: int) -> None:
         for norm in norms:
             norm.momentum = 1 / number  # the first counts wholly, the n-th as much as all before
 
-    training.look_on(batches, weigh)
-    for norm, momentum in zip(norms, before, strict=True):
-        norm.momentum = momentum
+    try:
+        yield weigh
+    finally:
+        for norm, momentum in zip(norms, before, strict=True):
+            norm.momentum = momentum
 
 
 def batches_of_one_shape(data: DetectionSet, batch: int) -> Order:

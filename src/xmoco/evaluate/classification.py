@@ -65,7 +65,7 @@ def evaluate_knn(
     options = options or EvalOptions()
     options.expect_one_process("kNN")
     evaluation = Evaluation.open(weights, options, listener)
-    train, test = labelled_splits(data, evaluation.options)
+    train, test = labelled_splits(data, evaluation.options, evaluation.listener)
     bank = evaluation.features(train, "training images")
     asked = None if test is None else evaluation.features(test, "test images")
     assert bank.labels is not None
@@ -200,7 +200,7 @@ def _classify(
     out: str | Path | None,
 ) -> list[Record]:
     check_seed(seed)
-    train, test = labelled_splits(data, evaluation.options)
+    train, test = labelled_splits(data, evaluation.options, evaluation.listener)
     if held_out is not None:
         if test is not None:
             raise UserError(f"{train.name} has a test split already: leave out --held-out.")
@@ -266,8 +266,7 @@ def _classify(
             )
             for k in (1, 5)
         ]
-        for record in records:
-            RunFolder(folder).add_record(record)
+        RunFolder(folder).add_new(records)
         # Only now: whatever goes wrong with files, what was measured is recorded.
         _keep(classifier, evaluation, train, seed, folder)
         _report(evaluation, folder, records[0], scores, labels, train, test)

@@ -14,6 +14,7 @@ from xmoco.config import DataConfig, InputConfig
 from xmoco.data import ImageSet, Unreadable, open_images
 from xmoco.data.fingerprint import tensors_digest
 from xmoco.data.layout import labels_needed
+from xmoco.data.sources import opened_once
 from xmoco.data.transfer_sets import check_classes
 from xmoco.errors import UserError
 from xmoco.evaluate.cache import cached_features
@@ -269,13 +270,24 @@ def check_seed(seed: int) -> None:
         raise UserError(f"seed={seed} is not from 0 to 2^63 - 1.")
 
 
-def labelled_splits(data: str | Path, options: EvalOptions) -> tuple[ImageSet, ImageSet | None]:
+def labelled_splits(
+    data: str | Path, options: EvalOptions, listener: Listener | None = None
+) -> tuple[ImageSet, ImageSet | None]:
     """Training and test images with one label each; a set of one split has no test images."""
     # Not checked as a setting, which is text: a path may hold bytes that are not.
     source = {"source": str(data), "root": options.root, "download": options.download}
-    return labelled_splits_of(DataConfig().model_copy(update=source))
+    train, test = labelled_splits_of(DataConfig().model_copy(update=source))
+    if listener is not None:
+        tell_what_is_passed_over(train, listener)
+    return train, test
 
 
+def tell_what_is_passed_over(images: ImageSet, listener: Listener) -> None:
+    if images.passed_over is not None:
+        listener.say(f"{images.name}: {images.passed_over}.")
+
+
+@opened_once()
 def labelled_splits_of(data: DataConfig) -> tuple[ImageSet, ImageSet | None]:
     """The same, of a run's images."""
     with labels_needed():

@@ -8,6 +8,10 @@ from torch import Tensor
 
 from xmoco.errors import UserError
 
+TENTHS = [tenth * 0.1 for tenth in range(11)]
+"""VOC's eleven recalls, as py-faster-rcnn and Detectron2 have them: what is less than
+0.30000000000000004 falls short of the fourth, 3 of 10 images among it."""
+
 
 def top_k(scores: Tensor, labels: Tensor, k: int) -> float:
     """How many images have their class among the k best. Of equal scores the first class wins."""
@@ -39,10 +43,8 @@ def eleven_point_map(scores: Tensor, labels: Tensor) -> float:
     found = labels.cpu().gather(0, order).cumsum(dim=0)
     precision = found.double() / torch.arange(1, len(found) + 1)[:, None]
     precision[:-1][ranked[:-1] == ranked[1:]] = 0  # no threshold lies between equal scores
-    # found / positives >= tenth / 10, in whole numbers
-    points = [
-        precision.where(10 * found >= tenth * positives, 0).amax(dim=0) for tenth in range(11)
-    ]
+    recall = found.double() / positives
+    points = [precision.where(recall >= tenth, 0).amax(dim=0) for tenth in TENTHS]
     return 100 * float(torch.stack(points).mean(dim=0)[positives > 0].mean())
 
 

@@ -106,7 +106,7 @@ class NegativesMonitor:
             [torch.cat(side).float() for side in zip(*sides, strict=True)]
             for sides in ([part.queries for part in parts], [part.keys for part in parts])
         )
-        temperature, compared_by = parts[0].temperature, parts[0].compared_by
+        temperature, label_maker = parts[0].temperature, parts[0].label_maker
         q_s, k_s, k_t = queries[0], keys[0], keys[-1]
         source = q_s @ k_t.T
         itself = torch.eye(len(source), dtype=torch.bool, device=source.device)
@@ -115,7 +115,7 @@ class NegativesMonitor:
             source,
             queries[1] @ k_s.T if len(queries) == 2 else None,
             logits.softmax(dim=1),
-            compared_by and compared_by.labels_among(q_s, k_s, k_t, temperature),
+            label_maker and label_maker.labels_among(q_s, k_s, k_t, temperature),
             torch.cat(labels) if one_class else None,
         )
 

@@ -23,7 +23,13 @@ from xmoco.data.fingerprint import content_digest
 from xmoco.data.transfer_sets import Metric, TransferSet, open_transfer_set
 from xmoco.errors import UserError, nearest
 from xmoco.evaluate.classify import train_classifier
-from xmoco.evaluate.evaluation import EvalOptions, Evaluation, Listener, check_seed
+from xmoco.evaluate.evaluation import (
+    EvalOptions,
+    Evaluation,
+    Listener,
+    check_seed,
+    tell_what_is_passed_over,
+)
 from xmoco.evaluate.features import Features
 from xmoco.evaluate.grid import GRIDS, Grid, GridFile, Point
 from xmoco.evaluate.logistic import ITERATIONS_ALONE, STRENGTHS, fit, fit_path
@@ -77,6 +83,7 @@ def evaluate_transfer(
             source, root=options.root, download=options.download, metric=metric
         )
     evaluation = Evaluation.open(weights, options, listener)
+    tell_what_is_passed_over(data.train, evaluation.listener)
     if mode == "frozen":
         return _frozen(evaluation, data)
     if out is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from xmoco.detect.courses import BATCH, COURSES, RATE, Course
+from xmoco.detect.courses import BATCH, COURSES, NORM_DECAY, RATE, Course
 from xmoco.detect.models import DESIGNS, Design
 from xmoco.export.to_detectron2 import architecture_of, settings_of
 from xmoco.files import write_whole
@@ -101,6 +101,7 @@ def _config(card: BackboneCard, weights: Path, design: Design, course: Course) -
             "BASE_LR": RATE[design.two_stages],
             "MOMENTUM": course.momentum,
             "WEIGHT_DECAY": course.weight_decay,
+            "WEIGHT_DECAY_NORM": NORM_DECAY,
             "STEPS": list(course.milestones),
             "MAX_ITER": course.steps,
             "WARMUP_ITERS": course.warmup,
@@ -124,7 +125,7 @@ def _add_pyramid(model: dict[str, Any], classes: int) -> None:
         "IN_FEATURES": ["p2", "p3", "p4", "p5", "p6"],
         "PRE_NMS_TOPK_TRAIN": 2000,
         "PRE_NMS_TOPK_TEST": 1000,
-        "POST_NMS_TOPK_TRAIN": 2000,
+        "POST_NMS_TOPK_TRAIN": 1000,
         "POST_NMS_TOPK_TEST": 1000,
     }
     model["ROI_HEADS"] = {

@@ -70,11 +70,6 @@ class Contrast(Similarities):
         excess[:, 0] -= 1
         return self.pulled(infonce(self.log_p), excess)
 
-    def repeated(self, times: int) -> "Contrast":
-        """The same rows again and again."""
-        queries, keys = self.queries.repeat(times, 1), self.keys.repeat(times, 1)
-        return Contrast(queries, self.bank, self.temperature, self.log_p.repeat(times, 1), keys)
-
     def among_negatives(self, temperature: float) -> Similarities:
         """The same without the positives, at another temperature."""
         with torch.set_grad_enabled(self.log_p.requires_grad):
@@ -94,7 +89,7 @@ def checked_temperature(temperature: float) -> float:
     return temperature
 
 
-def crossed(
+def contrast_both_sides(
     q_s: Tensor,
     q_t: Tensor,
     k_s: Tensor,
@@ -124,7 +119,7 @@ def crossed(
 def contrast(
     queries: Tensor, keys: Tensor, bank: Tensor, temperature: float, plain: bool = False
 ) -> Contrast:
-    """Queries over their keys and a bank; ``plain`` as in ``crossed``."""
+    """Queries over their keys and a bank; ``plain`` as in ``contrast_both_sides``."""
     followed = plain and torch.is_grad_enabled()
     if followed:
         bank = bank.clone()

@@ -51,11 +51,12 @@ class CrossSimilarity(nn.Module):
         on.
 
         A term is named after the side that tells: ``labels_source`` is CE(Y_s, P_t). Those of
-        InfoNCE, which nobody tells, are ``source`` and ``target`` after the queries.
+        InfoNCE, which nobody tells, are ``contrast_source`` and ``contrast_target`` after the
+        queries.
         """
         T_s, T_t = self.teachers(P_s, P_t)
         Y_s, Y_t = self.labels(T_s, T_t)
-        loss, terms = self.cross_entropies(P_s, P_t, T_s, T_t, Y_s, Y_t, consistency_weight)
+        loss, terms = self.cross_entropies(P_s, P_t, T_s.p, T_t.p, Y_s, Y_t, consistency_weight)
         if self.training:
             self.remember(T_s, T_t)
         return loss, terms
@@ -85,19 +86,20 @@ class CrossSimilarity(nn.Module):
         self,
         P_s: Contrast,
         P_t: Contrast,
-        T_s: Contrast,
-        T_t: Contrast,
+        p_s: Tensor,
+        p_t: Tensor,
         Y_s: Tensor | None,
         Y_t: Tensor | None,
         consistency_weight: Value | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The weighted sum of the terms, and each by itself (step 6).
 
+        Targets are the teachers' probabilities p and the labels Y, with a row for every one of P.
         The weight may be another at every step; terms whose own weight is 0 are left out.
         """
         weight = self.consistency_weight if consistency_weight is None else consistency_weight
         if Y_s is None or Y_t is None:
-            terms = {"source": P_s.infonce(), "target": P_t.infonce()}
+            terms = {"contrast_source": P_s.infonce(), "contrast_target": P_t.infonce()}
         else:
             terms = {
                 "labels_source": P_t.cross_entropy(Y_s),
@@ -105,7 +107,7 @@ class CrossSimilarity(nn.Module):
             }
         parts = list(terms.values())
         if self.consistency_weight > 0:
-            agreement = consistency(P_s, P_t, T_s, T_t)
+            agreement = consistency(P_s, P_t, p_s, p_t)
             terms |= agreement
             parts += [scaled(term, weight) for term in agreement.values()]
         return torch.stack(parts).sum(), terms

@@ -43,6 +43,8 @@ def batch_contrasts(z_s: Tensor, z_t: Tensor, temperature: float) -> tuple[Contr
     with torch.autocast(z_s.device.type, enabled=False):
         everyones = gather_with_gradient(torch.stack([z_s, z_t], dim=1))
         all_s, all_t = everyones.unbind(dim=1)
+        if len(all_s) < 2:
+            raise ValueError("a batch needs at least two images: the others are the negatives")
         columns = torch.arange(len(all_s), device=z_s.device)
         own = columns == columns[rank() * len(z_s) :][: len(z_s), None]
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from xmoco.losses.bank import KeyBanks
-from xmoco.losses.contrast import Contrast, checked_temperature, crossed
+from xmoco.losses.contrast import Contrast, checked_temperature, contrast_both_sides
 from xmoco.losses.cross_similarity import CrossSimilarity, Teacher
 from xmoco.losses.soft_labels import History, weighted_soft_labels
 
@@ -63,7 +63,7 @@ class XMoCoLoss(CrossSimilarity):
         self, q_s: Tensor, q_t: Tensor, k_s: Tensor, k_t: Tensor
     ) -> tuple[Contrast, Contrast]:
         """P_s and P_t (step 4)."""
-        return crossed(q_s, q_t, k_s, k_t, self.banks, self.temperature, self.plain)
+        return contrast_both_sides(q_s, q_t, k_s, k_t, self.banks, self.temperature, self.plain)
 
     def remember(self, T_s: Contrast, T_t: Contrast) -> None:
         """The keys enter the banks, and the history moves on (step 7)."""

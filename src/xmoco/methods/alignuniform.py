@@ -18,16 +18,15 @@ class AlignUniform(DirectedMethod):
     title = "MoCo v2 + align/uniform"
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config)
         assert isinstance(config.method, AlignUniformConfig)
-        self.settings = config.method
         # That of e^(q·k/τ), which e^(−t‖q−k‖²) is up to a factor.
-        self.temperature = 1 / (2 * config.method.uniform_sharpness)
+        super().__init__(config, temperature=1 / (2 * config.method.uniform_sharpness))
+        self.settings = config.method
 
     def forward(
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
     ) -> StepOutput:
-        queries, keys = self.contrasted(views)
+        queries, keys = self.queries_and_keys_of(views)
         ways = self.ways(queries, keys)
         distances = [prediction_loss(way.queries, way.keys) for way in ways]
         crowding = [

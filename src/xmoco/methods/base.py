@@ -41,6 +41,12 @@ def named(term: str, values: Sequence[Tensor]) -> dict[str, Tensor]:
     return {f"{term}_{side}": value for side, value in zip(SIDES, values, strict=True)}
 
 
+def weak_views(config: Config, names: tuple[str, ...]) -> ViewGroup:
+    """Views that hardly differ from their images, called so."""
+    weak = tuple(f"weak {name}" for name in names)
+    return ViewGroup(weak, config.weak_views.beside(config.views), config.input)
+
+
 def query_and_key_views(
     config: Config, queries: tuple[str, ...], keys: tuple[str, ...]
 ) -> tuple[ViewGroup, ...]:
@@ -48,11 +54,7 @@ def query_and_key_views(
     assert isinstance(config.method, BankConfig | NeighbourConfig)
     if not config.method.weak_keys:
         return (ViewGroup(queries + keys, config.views, config.input),)
-    weak = tuple(f"weak {name}" for name in keys)
-    return (
-        ViewGroup(queries, config.views, config.input),
-        ViewGroup(weak, config.weak_views, config.input),
-    )
+    return ViewGroup(queries, config.views, config.input), weak_views(config, keys)
 
 
 def small_views(config: Config) -> tuple[ViewGroup, ...]:
@@ -161,7 +163,7 @@ class Meeting(NamedTuple):
     queries: list[Tensor]
     keys: list[Tensor]
     temperature: float
-    compared_by: CrossSimilarity | None = None
+    label_maker: CrossSimilarity | None = None
     """What makes soft labels of them, if XMoCo's ideas are in the method."""
 
 
@@ -203,11 +205,12 @@ class BankMethod(MomentumMethod):
     small_views: int = 0
     """So many views come last, of which only queries are made."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, temperature: float) -> None:
+        """``temperature`` is that of the softmax over keys. A method without one says what comes
+        nearest to it."""
         super().__init__(config)
         assert isinstance(config.method, BankConfig)
-        # Of the softmax over keys. A method without one says what comes nearest to it.
-        self.temperature: float = getattr(config.method, "temperature", 1.0)
+        self.temperature = temperature
         size, hidden = config.model.feature_size, config.method.predictor_hidden
         self.predictor = mlp_head(size, hidden, size, layers=2) if hidden else None
         if self.predictor is not None:
@@ -226,28 +229,23 @@ class BankMethod(MomentumMethod):
         settings, sides = config.method, ("source view", "target view")
         assert isinstance(settings, BankConfig)
         strong = ViewGroup(sides, config.views, config.input)
-        if not settings.weak_keys:
-            return (strong,)
-        weak = (f"weak {sides[0]}", f"weak {sides[1]}")
-        return strong, ViewGroup(weak, config.weak_views, config.input)
+        return (strong, weak_views(config, sides)) if settings.weak_keys else (strong,)
 
-    def contrasted(self, views: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """(q_s, q_t) and (k_s, k_t) of unit length: keys of the last two full views, be they weak
-        ones or those of the queries. Where banks have one side only, of the last one and one query.
-        Queries of small views, if there are any, come after the others."""
-        return self.encoded(*self.of_queries_and_keys(views))
+    def queries_and_keys_of(self, views: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """(q_s, q_t) and (k_s, k_t) of unit length, and queries of small views after the others."""
+        return self.queries_and_keys(*self.split_views(views))
 
-    def of_queries_and_keys(
-        self, views: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def split_views(self, views: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Those of queries, small ones last, and those of keys: the last two full ones, be they
+        weak ones or those of the queries. Where banks have one side, one of each."""
         sides, full = len(self.banks.sides), len(views) - self.small_views
         return [*views[:sides], *views[full:]], views[full - sides : full]
 
-    def encoded(
+    def queries_and_keys(
         self, views: Sequence[Tensor], key_views: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Queries, as a predictor makes them where there is one, and keys."""
-        queries, keys = self.queries_and_keys(views, key_views)
+        """The same with queries as a predictor makes them, where there is one."""
+        queries, keys = super().queries_and_keys(views, key_views)
         if self.predictor is not None:
             predicted = self.run.encode(self.predictor, queries)
             queries = [F.normalize(features.float(), dim=1) for features in predicted]
@@ -262,15 +260,15 @@ class BankMethod(MomentumMethod):
         return metrics
 
     def meeting(self, views: Sequence[Tensor]) -> Meeting | None:
-        of_queries, of_keys = self.of_queries_and_keys(views)
+        of_queries, of_keys = self.split_views(views)
         queries = [self.encoder(view) for view in of_queries[: len(of_keys)]]
         keys = [self.momentum_encoder(view) for view in of_keys]
         if self.predictor is not None:
             queries = [F.normalize(self.predictor(query).float(), dim=1) for query in queries]
-        return Meeting(queries, keys, self.temperature, self.compared_by())
+        return Meeting(queries, keys, self.temperature, self.label_maker())
 
-    def compared_by(self) -> CrossSimilarity | None:
-        """What compares both sides, if XMoCo's ideas do."""
+    def label_maker(self) -> CrossSimilarity | None:
+        """What makes soft labels, if XMoCo's ideas are in the method."""
         return None
 
     def reference_levels(self) -> dict[str, float]:
@@ -300,7 +298,7 @@ class NeighbourMethod(MomentumMethod):
     def __init__(self, config: Config) -> None:
         super().__init__(config, unit_length=False)
         assert isinstance(config.method, NeighbourConfig)
-        self.settings, self.batch = config.method, config.train.batch
+        self.settings = config.method
         size = config.model.feature_size
         self.predictor = mlp_head(size, self.settings.predictor_hidden, size, layers=2)
         self.run.prepare(self.predictor)
@@ -336,8 +334,8 @@ class Way(NamedTuple):
 class DirectedMethod(BankMethod):
     """Queries meet keys in one direction, of one view and another one; or in both."""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
+    def __init__(self, config: Config, temperature: float) -> None:
+        super().__init__(config, temperature)
         settings = config.method
         assert isinstance(settings, DirectedConfig)
         kind = KeyBanks if settings.symmetric else KeyBank
@@ -362,8 +360,6 @@ class DirectedMethod(BankMethod):
             for meeting in zip(queries, keys[::-1], self.banks.rows()[::-1], strict=True)
         ]
 
-    def contrasts(
-        self, queries: Sequence[Tensor], keys: Sequence[Tensor], temperature: float
-    ) -> list[Contrast]:
+    def similarities(self, queries: Sequence[Tensor], keys: Sequence[Tensor]) -> list[Contrast]:
         """P of every way."""
-        return [contrast(*way, temperature) for way in self.ways(queries, keys)]
+        return [contrast(*way, self.temperature) for way in self.ways(queries, keys)]

@@ -8,7 +8,7 @@ from torch import Tensor
 from xmoco.config.methods import CO2Config
 from xmoco.losses.co2 import disagreement
 from xmoco.methods.base import named
-from xmoco.methods.ideas import compared
+from xmoco.methods.ideas import loss_and_terms
 from xmoco.methods.moco import MoCo
 from xmoco.schedules import Schedule, scaled, warmed_up
 from xmoco.task import StepOutput, Values
@@ -25,9 +25,9 @@ class CO2(MoCo):
     def forward(
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
     ) -> StepOutput:
-        queries, keys = self.contrasted(views)
-        contrasts = self.contrasts(queries, keys, self.temperature)
-        loss, terms = compared(self.ideas, contrasts, at)
+        queries, keys = self.queries_and_keys_of(views)
+        contrasts = self.similarities(queries, keys)
+        loss, terms = loss_and_terms(self.ideas, contrasts, at)
         negatives = [disagreement(P, self.settings.agreement_temperature) for P in contrasts]
         loss = loss + scaled(torch.stack(negatives).sum(), at["agreement_weight"])
         if self.training:

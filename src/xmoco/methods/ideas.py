@@ -33,7 +33,7 @@ def build_ideas(
     return CrossSimilarity(labels, settings.consistency_weight)
 
 
-def compared(
+def loss_and_terms(
     ideas: CrossSimilarity | None, contrasts: Sequence[Contrast], at: Values
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss and its terms: InfoNCE of every direction, or what the ideas make of both."""

@@ -12,7 +12,7 @@ from xmoco.losses.bank import KeyBank
 from xmoco.losses.cross_similarity import CrossSimilarity
 from xmoco.losses.jcl import gaussian_contrast
 from xmoco.methods.base import BankMethod, named, query_and_key_views
-from xmoco.methods.ideas import build_ideas, compared, ideas_schedules
+from xmoco.methods.ideas import build_ideas, ideas_schedules, loss_and_terms
 from xmoco.schedules import LinearToTheEnd, Schedule
 from xmoco.task import StepOutput, Values
 
@@ -21,9 +21,9 @@ class JCL(BankMethod):
     title = "JCL"
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config)
         settings, size = config.method, config.model.feature_size
         assert isinstance(settings, JCLConfig)
+        super().__init__(config, settings.temperature)
         self.settings = settings
         self.bank = KeyBank(settings.bank_length, size)
         self.ideas = build_ideas(settings, size, settings.bank_length)
@@ -51,13 +51,15 @@ class JCL(BankMethod):
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
     ) -> StepOutput:
         settings = self.settings
-        queries, keys = self.encoded(views[: -settings.key_views], views[-settings.key_views :])
+        queries, keys = self.queries_and_keys(
+            views[: -settings.key_views], views[-settings.key_views :]
+        )
         found = [
             gaussian_contrast(q, keys, self.bank.keys, settings.temperature, at["spread_weight"])
             for q in queries
         ]
         contrasts, penalties = [P for P, _ in found], [penalty for _, penalty in found]
-        loss, terms = compared(self.ideas, contrasts, at)
+        loss, terms = loss_and_terms(self.ideas, contrasts, at)
         if self.training:
             self.bank.enqueue(torch.stack(keys).mean(dim=0))
         return StepOutput(
@@ -66,5 +68,5 @@ class JCL(BankMethod):
             self.metrics(contrasts) if with_metrics else {},
         )
 
-    def compared_by(self) -> CrossSimilarity | None:
+    def label_maker(self) -> CrossSimilarity | None:
         return self.ideas

@@ -16,6 +16,10 @@ from xmoco.task import StepOutput, Values
 class MSF(NeighbourMethod):
     title = "MSF"
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.keys_at_once = config.train.batch // config.train.accumulate
+
     @staticmethod
     def view_groups(config: Config) -> tuple[ViewGroup, ...]:
         return query_and_key_views(config, ("query view",), ("key view",))
@@ -33,9 +37,9 @@ class MSF(NeighbourMethod):
 
     def warnings(self, images: int) -> list[str]:
         found = super().warnings(images)
-        if self.bank.length < self.batch:
+        if self.bank.length < self.keys_at_once:
             found.append(
-                f"a bank of {self.bank.length} keys cannot hold those of a batch of {self.batch}, "
-                "so not every key is among its neighbours: raise bank_length"
+                f"a bank of {self.bank.length} keys cannot hold the {self.keys_at_once} that enter "
+                "it at once, so not every key is among its neighbours: raise bank_length"
             )
         return found

@@ -18,14 +18,14 @@ class ReSSL(DirectedMethod):
     title = "ReSSL"
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config)
         assert isinstance(config.method, ReSSLConfig)
+        super().__init__(config, config.method.temperature)
         self.settings = config.method
 
     def forward(
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
     ) -> StepOutput:
-        queries, keys = self.contrasted(views)
+        queries, keys = self.queries_and_keys_of(views)
         losses = [
             relational_loss(
                 *way,

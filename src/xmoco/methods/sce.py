@@ -19,8 +19,8 @@ class SCE(DirectedMethod):
     title = "SCE"
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config)
         assert isinstance(config.method, SCEConfig)
+        super().__init__(config, config.method.temperature)
         self.settings = config.method
 
     def schedules(self) -> Mapping[str, Schedule]:
@@ -29,8 +29,8 @@ class SCE(DirectedMethod):
     def forward(
         self, views: Sequence[Tensor], at: Values, with_metrics: bool = False
     ) -> StepOutput:
-        queries, keys = self.contrasted(views)
-        contrasts = self.contrasts(queries, keys, self.settings.temperature)
+        queries, keys = self.queries_and_keys_of(views)
+        contrasts = self.similarities(queries, keys)
         losses = [
             soft_contrast(
                 P,
@@ -40,10 +40,10 @@ class SCE(DirectedMethod):
             for P in contrasts
         ]
         loss = torch.stack(losses).sum()
-        terms = named("labels", losses) if len(losses) > 1 else {}
+        terms = named("soft_contrast", losses) if len(losses) > 1 else {}
         if self.settings.consistency_weight:  # XMoCo's, in both directions
             P_s, P_t = contrasts
-            agreement = consistency(P_s, P_t, P_s, P_t)
+            agreement = consistency(P_s, P_t, P_s.p, P_t.p)
             loss = loss + scaled(
                 torch.stack(list(agreement.values())).sum(), at["consistency_weight"]
             )

@@ -1,5 +1,6 @@
 """What is told below a table of records: how its figures came about; and tables in Markdown."""
 
+import statistics
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -71,6 +72,15 @@ def threads_told(numbers: Iterable[int]) -> str:
 
 def hardware(record: Record) -> str:
     return ", ".join([*record.machine.get("gpus", []), record.machine["processor"]])
+
+
+def mean_and_deviation(values: Iterable[float], digits: int = 1) -> str:
+    """Over seeds: ``85.3 ± 0.6``, or of a single one without a deviation; nothing of none."""
+    some = list(values)
+    if not some:
+        return ""
+    deviation = f" ± {statistics.stdev(some):.{digits}f}" if len(some) > 1 else ""
+    return f"{statistics.fmean(some):.{digits}f}{deviation}"
 
 
 def sentence(words: str) -> str:

@@ -13,7 +13,7 @@ import shutil
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from xmoco.methods import Method, build_method
 from xmoco.records import Record, append_records
 from xmoco.settings import config_yaml
 from xmoco.tables.bench import TRAINED, Bench
-from xmoco.tables.columns import Column
+from xmoco.tables.columns import COLUMNS, Column
 from xmoco.tables.trials import Kept, Trial, known_records, lasting, numerics
 from xmoco.train.bad_steps import DivergedError
 from xmoco.train.callback import Callback
@@ -43,6 +43,13 @@ class Wanted:
     """Of the images it is judged by, if not the recipe's for evaluation."""
     build: Callable[[Config], Method] = build_method
 
+    def with_all_that_is_told(self, device: str) -> "Wanted":
+        """What training tells is recorded whether it is shown or not: a table that does, and has
+        the run in common, would train it again."""
+        told = [c for c in COLUMNS.values() if c.told_by_training and c.can_be_had_on(device)]
+        besides = [column for column in told if column not in self.columns]
+        return replace(self, columns=[*self.columns, *besides])
+
     def lacks_any(self, known: Sequence[Kept]) -> bool:
         return bool(self.trial.lacks(self.columns, known))
 
@@ -55,15 +62,25 @@ class Books:
     runs: Path
     images: Mapping[str, str] = field(default_factory=dict)
     """What tells the images from others of the same name, if they are there."""
+    also: Sequence[Path] = ()
+    """Other files of records: what they have is not measured again."""
 
     def known(self) -> list[Kept]:
         """All records but those of other images that only have the same name. Images of the same
         names, numbers and labels are the same: what they show is not looked at."""
         return [
             record
-            for record in known_records(self.records)
+            for file in (*self.also, self.records)
+            for record in known_records(file)
             if all(record.protocol.get(key, own) == own for key, own in self.images.items())
         ]
+
+    def to_be_trained(self, wanted: Wanted, known: Sequence[Kept]) -> bool:
+        """Whether it lacks something. What only the training of a run could tell that is over and
+        gone, as of one that was recorded before such was, is not worth another."""
+        lacking = wanted.trial.lacks(wanted.columns, known)
+        gone = all(column.told_by_training for column in lacking) and wanted.trial.own(known)
+        return bool(lacking) and not (gone and not self.weights_kept(wanted.trial))
 
     def weights_kept(self, trial: Trial) -> bool:
         """Whether more can be measured of it without training."""
@@ -124,7 +141,7 @@ def attempt(
         if not lacking:
             return None  # another process was faster
         try:
-            found: Sequence[Record] = bench.attempt(
+            found: Sequence[Record] = bench.measure(
                 wanted.trial,
                 lacking,
                 run,

@@ -4,30 +4,21 @@ It is trained on images that were decoded once for all, and judged on others by 
 asked for.
 """
 
-import copy
 import gc
 import json
+import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from xmoco.config import Config, DataConfig, InputConfig
-from xmoco.data import ImageSet
-from xmoco.data.batches import preload
-from xmoco.data.fingerprint import fingerprint
-from xmoco.data.subset import held_out, held_out_positions
+from xmoco.config import Config
 from xmoco.errors import UserError
-from xmoco.evaluate.classify import LINEAR, class_scores, train_classifier
-from xmoco.evaluate.evaluation import labelled_splits_of
-from xmoco.evaluate.features import Features, backbone_features
-from xmoco.evaluate.knn import knn_accuracy
-from xmoco.evaluate.logistic import fit, fit_path
-from xmoco.evaluate.metrics import top_k
 from xmoco.fabric import Fabric
 from xmoco.files import write_whole
 from xmoco.methods import Method, build_method
@@ -37,58 +28,21 @@ from xmoco.pretraining import identity_of, prepare_training
 from xmoco.records import Record, commit, machine, versions
 from xmoco.starting_weights import start_from_weights
 from xmoco.tables.columns import Column
+from xmoco.tables.images import Images
+from xmoco.tables.judging import Ended, Judge
+from xmoco.tables.sharing import meeting_place, taking_part
 from xmoco.tables.trials import DIVERGED, PART, Trial, numerics, unwatched
-from xmoco.train.bad_steps import DivergedError
 from xmoco.train.callback import Callback
+from xmoco.train.engine import build_fabric
 from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder, plain
 
-STRENGTHS = (10.0, 1.0, 0.1, 0.01, 0.001)
-"""Of the penalty of the logistic regression."""
-CHOOSING_SHARE = 0.2
-"""Of the training images, by which a strength is chosen: never by the images that are judged."""
-KNN_TEMPERATURE = 0.1
 TRAINED = "trained.json"
 """In a run folder, what training told: there once it is over and its weights are saved."""
 
 
-@dataclass(frozen=True)
-class Images:
-    """What all trials learn from and are judged by."""
-
-    train: ImageSet
-    test: ImageSet
-    fingerprints: Mapping[str, str]
-    """Which images they are, as records tell it: of all training images, whether some are held out
-    or not, and of the test images if these are judged."""
-
-    @classmethod
-    def open(cls, data: DataConfig, held_out_share: float | None) -> "Images":
-        """With a share, that part of the training images is judged, and no test image looked at."""
-        train, test = labelled_splits_of(data)
-        fingerprints = {"train_fingerprint": fingerprint(train, with_labels=True)}
-        if held_out_share is not None:
-            train, test = held_out(train, held_out_share)
-        elif test is None:
-            raise UserError(
-                f"{train.name} has no test images to judge by: use --held-out, which holds out "
-                "training images."
-            )
-        else:
-            fingerprints["test_fingerprint"] = fingerprint(test, with_labels=True)
-        return cls(train, test, fingerprints)
-
-    def decoded(self, device: torch.device, gib: float) -> "Images":
-        """The same on the device, where they fit."""
-        train, test = (preload(part, device, gib=gib) for part in (self.train, self.test))
-        return replace(self, train=train, test=test)
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a column's classifier diverged."""
-
-    step: int
+COURSE = "course.json"
+"""In a run folder, what was noted of the training while it went on, over all sessions."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +56,11 @@ class Bench:
     def device(self) -> torch.device:
         return self.fabric.device
 
-    def attempt(
+    @property
+    def judge(self) -> Judge:
+        return Judge(self.fabric, self.images)
+
+    def measure(
         self,
         trial: Trial,
         columns: Sequence[Column],
@@ -143,11 +101,12 @@ class Bench:
             "features": "backbone",
             "train_seconds": round(told["train_seconds"], 1),
             "images_per_second": round(told["images_per_second"]),
+            **told.get("course", {}),
         }
         found = [
             self._record(trial, column, value, common | {"size": size} | facts)
             for size in sizes or [config.input.central_size]
-            for column, value, facts in self._judged(
+            for column, value, facts in self.judge.judged(
                 backbone,
                 config.input.model_copy(update={"eval_size": size}),
                 columns,
@@ -155,10 +114,11 @@ class Bench:
                 steps=int(told["steps"]),
             )
         ]
+        values = told | {"train_seconds": steady_seconds(told, config.train.epochs)}
         found += [
-            self._record(trial, column, told[column.measure], common)
+            self._record(trial, column, values[column.measure], common)
             for column in columns
-            if column.measure in told
+            if column.measure in values
         ]
         return found
 
@@ -194,8 +154,9 @@ class Bench:
             assert isinstance(training.task, Method)
             start_from_weights(training.task, config)
         seconds, memory = training.seconds, run.path / "gpu_memory"
+        course = Course.read(run.path / COURSE)
         if not training.finished:  # by the last checkpoint of one that was stopped
-            seconds = self._train(training, watch, memory, held)
+            seconds = self._train(training, watch, course, memory, held)
         method = training.task
         assert isinstance(method, Method)
         told: dict[str, Any] = {
@@ -204,23 +165,11 @@ class Bench:
             "images_per_second": training.total_steps * config.train.batch / seconds,
             "bank_memory": bank_bytes(method) / 2**20,
             "backbone_parameters": parameters(method.encoder.backbone) / 1e6,
+            "course": course.told(),
         }
         if memory.exists():  # unless killed between the last step and this
             told["gpu_memory"] = int(memory.read_bytes()) / 2**30
         return method.encoder.backbone, told
-
-    def knn(self, backbone: nn.Module, input: InputConfig, k: int) -> float:
-        """How good the backbone is by now."""
-        bank, asked = self._features(backbone, input)
-        return self._knn(bank, asked, [k])[k]
-
-    def _features(self, backbone: nn.Module, input: InputConfig) -> tuple[Features, Features]:
-        """Of the images trained on and of those judged."""
-        train, test = (
-            backbone_features(backbone, part, input, self.device)
-            for part in (self.images.train, self.images.test)
-        )
-        return train, test
 
     def _free(self) -> int:
         """Free what the last trial left on the GPU, however it ended: a recorded CUDA graph goes
@@ -234,7 +183,12 @@ class Bench:
         return torch.cuda.memory_reserved(self.device)
 
     def _train(
-        self, training: Training, watch: Callable[[Training], Callback], memory: Path, held: int
+        self,
+        training: Training,
+        watch: Callable[[Training], Callback],
+        course: "Course",
+        memory: Path,
+        held: int,
     ) -> float:
         """Seconds of training over all sessions. Into the file goes how many bytes it held on the
         GPU at the most, beside those ``held`` before: streams hold memory of their own, so that
@@ -243,16 +197,19 @@ class Bench:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         before, started = training.seconds, time.perf_counter()
-        try:
-            with watch(training) as callback:
-                training.train(callback)
-            if on_gpu:
-                torch.cuda.synchronize(self.device)
-            return before + time.perf_counter() - started
-        finally:  # also if it is stopped, be it after the last step
-            if on_gpu:
-                peak = torch.cuda.max_memory_reserved(self.device)
-                write_whole(memory, str(peak - held).encode())
+        with ExitStack() as stack:
+            trials_here = stack.enter_context(taking_part(meeting_place(self.device)))
+            try:
+                with watch(training) as callback:
+                    training.train(_Noted(callback, course, trials_here))
+                if on_gpu:
+                    torch.cuda.synchronize(self.device)
+                return before + time.perf_counter() - started
+            finally:  # also if it is stopped, be it after the last step
+                course.write(training.run.path / COURSE)
+                if on_gpu:
+                    peak = torch.cuda.max_memory_reserved(self.device)
+                    write_whole(memory, str(peak - held).encode())
 
     @staticmethod
     def _record(
@@ -267,87 +224,83 @@ class Bench:
             column.measure, value, column.unit, trial.subject, trial.work, protocol, trial.seed
         )
 
-    def _judged(
-        self,
-        backbone: nn.Module,
-        input: InputConfig,
-        columns: Sequence[Column],
-        folder: Path,
-        steps: int,
-    ) -> Iterator[tuple[Column, float | Ended, dict[str, Any]]]:
-        """How good the backbone is, after so many steps, on the images held back, and what is
-        particular to a column."""
-        bank, asked = self._features(backbone, input)
-        if not all(part.vectors.isfinite().all() for part in (bank, asked)):
-            # The loss may have been a number; kNN would make an accuracy of anything.
-            raise DivergedError("the backbone's features are NaN or infinite.", steps)
-        ks = [column.k for column in columns if column.k is not None]
-        neighbours = self._knn(bank, asked, ks) if ks else {}
-        for column in columns:
-            facts: dict[str, Any]
-            match column.measure:
-                case "knn_top1":
-                    assert column.k is not None
-                    facts = {"k": column.k, "temperature": KNN_TEMPERATURE}
-                    yield column, neighbours[column.k], facts
-                case "logistic_top1":
-                    facts = {
-                        "strengths": list(STRENGTHS),
-                        "strength_chosen_on": f"{CHOOSING_SHARE:.0%} of the training images",
-                    }
-                    yield column, self._logistic(bank, asked), facts
-                case "linear_top1":
-                    protocol = LINEAR["moco"]
-                    value = self._linear(copy.deepcopy(backbone), input, folder)
-                    yield column, value, {"name": protocol.name, "crop_size": input.size}
 
-    def _knn(self, bank: Features, asked: Features, ks: Sequence[int]) -> dict[int, float]:
-        assert bank.labels is not None
-        return knn_accuracy(
-            bank.vectors,
-            bank.labels,
-            asked.vectors,
-            asked.labels,
-            ks=ks,
-            temperature=KNN_TEMPERATURE,
-            device=self.device,
-        )
+@dataclass
+class Course:
+    """What is noted of a training while it goes on."""
 
-    def _logistic(self, bank: Features, asked: Features) -> float:
-        """Of the strength that suits a part of the training images best, fitted to all of them."""
-        assert bank.labels is not None
-        assert asked.labels is not None
-        labels, asked_labels = bank.labels.to(self.device), asked.labels.to(self.device)
-        classes = int(labels.max()) + 1
-        positions = held_out_positions(self.images.train, CHOOSING_SHARE)
-        fitted, chosen_by = (part.to(self.device) for part in positions)
-        path = fit_path(bank.vectors[fitted], labels[fitted], classes, STRENGTHS)
-        _, strength = max(
-            (top_k(model.scores(bank.vectors[chosen_by]), labels[chosen_by], 1), strength)
-            for strength, model in path
-        )
-        model = fit(bank.vectors, labels, classes, strength)
-        return top_k(model.scores(asked.vectors), asked_labels, 1)
+    epoch_seconds: list[float] = field(default_factory=list)
+    """Without the first epoch of every session, in which kernels are compiled, and evaluations."""
+    runs_at_once: int = 1
+    """How many trained on this GPU, at the most."""
 
-    def _linear(self, backbone: nn.Module, input: InputConfig, folder: Path) -> float | Ended:
-        """By MoCo's settings; trained in a folder of its own, where it goes on if interrupted."""
-        protocol = LINEAR["moco"]
-        try:
-            classifier = train_classifier(
-                backbone,
-                self.images.train,
-                protocol,
-                folder / f"linear-{input.size}",  # the same, whatever it is judged at
-                {"name": protocol.name},
-                input=input,
-                fabric=self.fabric,
-            )
-        except DivergedError as error:  # which the backbone has not
-            return Ended(error.step)
-        scores, labels = class_scores(
-            classifier.backbone, classifier.head, self.images.test, input=input, device=self.device
-        )
-        return top_k(scores, labels, 1)
+    @classmethod
+    def read(cls, file: Path) -> "Course":
+        return cls(**json.loads(file.read_bytes())) if file.exists() else cls()
+
+    def write(self, file: Path) -> None:
+        write_whole(file, json.dumps(vars(self)).encode())
+
+    def told(self) -> dict[str, Any]:
+        """As records tell it."""
+        facts: dict[str, Any] = {}
+        if self.epoch_seconds:
+            facts["epoch_seconds"] = round(statistics.fmean(self.epoch_seconds), 3)
+        if self.runs_at_once > 1:
+            facts["runs_at_once"] = self.runs_at_once
+        return facts
+
+
+class _Noted(Callback):
+    """Tells another callback everything, and notes the course."""
+
+    def __init__(self, callback: Callback, course: Course, trials_here: Callable[[], int]) -> None:
+        self.callback, self.course, self.trials_here = callback, course, trials_here
+        self.epoch_began: float | None = None
+
+    def on_step(self, step: int) -> None:
+        self.callback.on_step(step)
+
+    def on_values(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
+        self.callback.on_values(step, epoch, values)
+
+    def on_note(self, text: str) -> None:
+        self.callback.on_note(text)
+
+    def on_epoch(self, epoch: int, step: int) -> None:
+        # The loop has just looked at the losses, so that the GPU has done all steps.
+        if self.epoch_began is not None:
+            self.course.epoch_seconds.append(round(time.perf_counter() - self.epoch_began, 4))
+        self.course.runs_at_once = max(self.course.runs_at_once, self.trials_here())
+        self.callback.on_epoch(epoch, step)
+        self.epoch_began = time.perf_counter()
+
+
+class Benches:
+    """A bench for every device, precision and share of images held out: configurations of one call
+    may differ in them. Images are decoded once for each device and share."""
+
+    def __init__(self) -> None:
+        self._images: dict[tuple[str, float | None], Images] = {}
+        self._benches: dict[tuple[str, float | None, str], Bench] = {}
+
+    def of(self, config: Config, held_out: float | None) -> Bench:
+        run, data = config.run, config.data
+        key = (run.device, held_out)
+        if (*key, run.precision) not in self._benches:
+            fabric = build_fabric(run)
+            if key not in self._images:
+                opened = Images.open(data, held_out)
+                self._images[key] = opened.decoded(fabric.device, data.preload_gib)
+            self._benches[*key, run.precision] = Bench(fabric, self._images[key])
+        return self._benches[*key, run.precision]
+
+
+def steady_seconds(told: Mapping[str, Any], epochs: int) -> float:
+    """Of training without compiling, which the first of several runs pays for: an epoch's, times
+    all. Of a single epoch there is nothing else than the whole."""
+    epoch = told.get("course", {}).get("epoch_seconds")
+    return float(told["train_seconds"]) if epoch is None else epoch * epochs
 
 
 def who_computes() -> dict[str, Any]:

@@ -41,25 +41,52 @@ class PaperColumn(BaseModel):
     )
 
 
+class Changes(BaseModel):
+    """Settings that a row is tried with, in place of its own."""
+
+    model_config = STRICT
+
+    batch: int | None = Field(None, ge=1, description="Where not the row's own.")
+    rate: float = Field(1.0, gt=0, description="What its own learning rate is multiplied by.")
+
+    def __str__(self) -> str:
+        batch = [] if self.batch is None else [f"batch {self.batch}"]
+        rate = [] if self.rate == 1 else [f"rate × {self.rate:g}"]
+        return ", ".join([*batch, *rate]) or "own settings"
+
+
 class Tuning(BaseModel):
     """Trials of every row on held-out training images, as many for each."""
 
     model_config = STRICT
 
-    rates: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=2)] = Field(
-        description="What a row's learning rate is multiplied by."
-    )
+    tries: list[Changes] = Field(description="In this order, those that change something.")
+    number: int = Field(ge=2, description="Of tries for every row: its own settings, and others.")
     epochs: int = Field(ge=1, description="Of a trial, at most.")
     share: float = Field(0.2, gt=0, lt=1, description="Of the training images, held out.")
-    by: ColumnName = Field("knn20", description="The column by which the best rate is chosen.")
+    by: ColumnName = Field("knn20", description="The column by which the best is chosen.")
 
     @model_validator(mode="after")
     def _can_choose(self) -> "Tuning":
-        if len({f"{rate:g}" for rate in self.rates}) < len(self.rates):  # as they are told
-            raise ValueError("a rate is given twice")
         if COLUMNS[self.by].told_by_training:
-            raise ValueError(f"{self.by} is no accuracy, by which a rate could be chosen")
+            raise ValueError(f"{self.by} is no accuracy, by which settings could be chosen")
         return self
+
+    def of(self, batch: int) -> list[Changes]:
+        """The tries of a row whose own batch this is: where it is the one that is to be tried,
+        another try takes the place."""
+        own = Changes()
+        tries = [
+            one.model_copy(update={"batch": None}) if one.batch == batch else one
+            for one in self.tries
+        ]
+        found = list(dict.fromkeys([own, *tries]))[: self.number]
+        if len(found) < self.number:
+            raise UserError(
+                f"there are only {len(found)} different tries for a row with a batch of {batch}, "
+                f"but every row is to have {self.number}: add one to tuning.tries."
+            )
+        return found
 
 
 class Row(BaseModel):
@@ -84,7 +111,7 @@ class Table(BaseModel):
     seeds: Seeds
     columns: Annotated[list[ColumnName], Field(min_length=1)]
     chosen: str = Field("", description="In a sentence, how the rows' settings were chosen.")
-    tuning: Tuning | None = Field(None, description="How each row's learning rate is chosen.")
+    tuning: Tuning | None = Field(None, description="How each row's settings are chosen.")
     axis: Text | None = Field(None, description="What rows in order are values of, as ξ.")
     paper: Text = Field("", description="How the paper's figures came about.")
     paper_columns: list[PaperColumn] = Field(default_factory=list)
@@ -101,7 +128,7 @@ class Table(BaseModel):
             if column.beside is not None and column.beside not in self.columns:
                 raise ValueError(f"{column.beside}, beside which {column.heading} is, is no column")
         if self.tuning is not None and self.tuning.by not in self.columns:
-            raise ValueError(f"{self.tuning.by}, by which rates are to be chosen, is no column")
+            raise ValueError(f"{self.tuning.by}, by which settings are to be chosen, is no column")
         for row in self.rows:
             if row.paper and len(row.paper) != len(self.paper_columns):
                 raise ValueError(

@@ -105,8 +105,8 @@ def _number(seeds: int) -> str:
 def notes(filled: Filled) -> list[str]:
     """What is to be read out of the table, and how its figures came about."""
     told = [*agreements(filled), _spread(filled), _divergence(filled), _skipping(filled)]
-    told.append(_precisions(filled))
-    told += [*unequal(filled), _rates(filled), filled.table.chosen]
+    told += [_precisions(filled), _sharing(filled)]
+    told += [*unequal(filled), _choice(filled), filled.table.chosen]
     if filled.records:
         told.append(circumstances(filled.records, _data, _size))
     if filled.table.paper:
@@ -114,8 +114,8 @@ def notes(filled: Filled) -> list[str]:
     return [words for words in told if words]
 
 
-def _rates(filled: Filled) -> str:
-    """How the rows' learning rates were chosen, if they were."""
+def _choice(filled: Filled) -> str:
+    """How the rows' settings were chosen, if they were."""
     tuning = filled.table.tuning
     if tuning is None or not filled.tried:
         return ""
@@ -141,6 +141,16 @@ def _precisions(filled: Filled) -> str:
         return ""
     told = "; ".join(f"{precision}: {', '.join(names)}" for precision, names in rows.items())
     return f"Trained in different precisions, so that times do not compare. {told}."
+
+
+def _sharing(filled: Filled) -> str:
+    """Which rows' times are no measure of speed."""
+    if not any(column.measure == "train_seconds" for column in filled.columns):
+        return ""
+    rows = _rows_by(filled, lambda record: "runs_at_once" in record.protocol).get(True)
+    if rows is None:
+        return ""
+    return f"Other runs shared the GPU, so that times do not compare: {', '.join(rows)}."
 
 
 def _rows_by(filled: Filled, of: Callable[[Kept], Any]) -> dict[Any, list[str]]:
@@ -174,8 +184,12 @@ def _chance(filled: Filled) -> str:
     """Which differences prove nothing: two standard errors of an accuracy near 50 %, by the number
     of images that were judged; never less than a point, which other seeds may make."""
     judged = [r.protocol["judged_images"] for r in filled.records if "judged_images" in r.protocol]
-    points = max(1, round(100 / math.sqrt(min(judged, default=10_000))))
+    points = chance_points(min(judged, default=10_000))
     return f"differences below {'one point' if points == 1 else f'{points} points'} may be chance"
+
+
+def chance_points(judged_images: int) -> int:
+    return max(1, round(100 / math.sqrt(judged_images)))
 
 
 def unequal(filled: Filled) -> Iterator[str]:

@@ -11,7 +11,7 @@ from xmoco.tables.columns import Column
 from xmoco.tables.definition import Row, Table
 from xmoco.tables.plan import Asked, trials_of_rows
 from xmoco.tables.trials import Kept, Trial, divergences
-from xmoco.tables.tuning import Tried, with_best_rates
+from xmoco.tables.tuning import Tried, with_best_settings
 
 
 class Group(NamedTuple):
@@ -81,7 +81,7 @@ class Filled:
     lines: Sequence[Line]
     records: Sequence[Kept]
     tried: Mapping[str, Tried] = field(default_factory=dict)
-    """What became of rows' learning rates, where the table has trials of them."""
+    """What became of rows' tries, where the table has trials of them."""
     diverged: Sequence[str] = ()
     """Runs of which nothing else is known, and when it was."""
 
@@ -102,7 +102,7 @@ def fill(
 ) -> Filled:
     """The table of one group. A record belongs to the row whose settings it has."""
     asked = Asked(held_out=group.held_out_share, overrides=tuple(overrides))
-    chosen = with_best_rates(table, asked, records, group.source, group.epochs)
+    chosen = with_best_settings(table, asked, records, group.source, group.epochs)
     trials = trials_of_rows(chosen.table, overrides)
     own = [
         record for record in records if _of_a_table(record) and Group.of(record.protocol) == group
@@ -115,7 +115,7 @@ def fill(
         found = [r for r in own if trial is not None and identity(r) == trial.identity]
         cells = {}
         for column in table.measured:
-            last = {record.seed: record for record in found if column.shows(record)}
+            last = {r.seed: r for r in found if trial is not None and trial.is_shown(column, r)}
             if last:
                 cells[column] = Cell({seed: record.value for seed, record in last.items()})
                 shown += last.values()

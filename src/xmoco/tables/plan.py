@@ -2,16 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from xmoco.config import Config
-from xmoco.data.sources import source_name
 from xmoco.errors import UserError, nearest
 from xmoco.planning import with_full_paths
 from xmoco.settings import load_config
 from xmoco.tables.definition import Row, Table
-from xmoco.tables.trials import Trial, lasting, split_facts
+from xmoco.tables.trials import Trial, recipe_told, refuse_twins
 
 OPTIONS = {"epochs": "--epochs", "seed": "--seeds"}
 """Settings that tables have options for."""
@@ -94,28 +90,17 @@ def _trial(table: Table, row: Row, asked: Asked, seed: int) -> Trial:
         raise UserError(f"row {row.name}: {error}") from None
     if config.run.devices * config.run.nodes > 1:
         raise UserError("a row is trained on one device: give --devices for several rows at once.")
-    return Trial(
-        config.method.subject,
-        with_full_paths(config),
-        facts={
-            "source": source_name(config.data.source),
-            "settings": own_settings(config),
-            "epochs": epochs,
-            "epoch": epochs,
-            **split_facts(asked.held_out),
-        },
-        told={"recipe": Path(recipe).stem, "changes": " ".join(changes)},
-    )
+    return Trial.of(with_full_paths(config), asked.held_out, recipe_told(recipe, changes))
+
+
+def refuse_same_rows(table: Table, asked: Asked) -> None:
+    """As those asked for are, before the best settings of each are known."""
+    rows = {row.name for row in _chosen(table, asked)}
+    trials = trials_of_rows(table, asked.overrides)
+    refuse_twins({f"row {name}": trial for name, trial in trials.items() if name in rows})
 
 
 def trials_of_rows(table: Table, overrides: Sequence[str] = ()) -> dict[str, Trial]:
     """Every row that is trained, by its name, as a trial of the first seed."""
     asked = Asked(overrides=tuple(overrides))
     return {row.name: _trial(table, row, asked, seed=0) for row in table.trained}
-
-
-def own_settings(config: Config) -> dict[str, Any]:
-    """Those that last, but for epochs and seed, which records tell themselves."""
-    settings = lasting(config)
-    train = {k: v for k, v in settings["train"].items() if k not in ("epochs", "seed")}
-    return {**settings, "train": train}

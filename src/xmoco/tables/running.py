@@ -1,11 +1,12 @@
 """Runs what is missing of a table: one trial after the other, or one per device.
 
-Where a table wants trials of its rows' learning rates, they are a table of their own, and those of
+Where a table wants trials of its rows' settings, they are a table of their own, and those of
 a row come right before it: a table that has to end early has some rows whole.
 """
 
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,17 +18,17 @@ from typing import NamedTuple, Self
 import torch
 from rich.console import Console
 
-from xmoco.config import Config
 from xmoco.errors import Interrupted, UserError
 from xmoco.planning import say
 from xmoco.records import append_records
 from xmoco.tables.attempts import Books, Wanted, attempt
-from xmoco.tables.bench import Bench, Images
-from xmoco.tables.columns import COLUMNS
+from xmoco.tables.bench import Benches
 from xmoco.tables.definition import Table, read_table
 from xmoco.tables.drawing import draw
 from xmoco.tables.filling import Group, fill
-from xmoco.tables.plan import Asked, Planned, plan
+from xmoco.tables.images import Images
+from xmoco.tables.plan import Asked, Planned, plan, refuse_same_rows, trials_of_rows
+from xmoco.tables.processes import end_with_parent, stop_all
 from xmoco.tables.trials import Kept, divergences, numerics
 from xmoco.tables.tuning import (
     Tuned,
@@ -35,10 +36,10 @@ from xmoco.tables.tuning import (
     not_trained,
     trial_names,
     trials_asked,
-    with_best_rates,
+    with_best_settings,
 )
 from xmoco.train.callback import Callback
-from xmoco.train.engine import build_fabric, choose_device
+from xmoco.train.engine import choose_device
 from xmoco.train.loop import Training
 from xmoco.train.progress import Progress
 
@@ -53,6 +54,8 @@ class Job:
     asked: Asked
     out: Path
     records: Path
+    also: Sequence[Path] = ()
+    """Other files of records, as of benchmarks/compare.py: what they have is not run again."""
     command: str = "the same command"
     """With which a person goes on."""
     images: Mapping[str, str] = field(default_factory=dict)
@@ -66,23 +69,42 @@ class Job:
         name: str,
         asked: Asked,
         out: Path,
-        records: Path | None = None,
+        records: Sequence[Path] = (),
         command: str = "the same command",
     ) -> "Job":
+        """New records go into the first file."""
         table = read_table(name)
-        return cls(table, Path(name).stem, asked, out, records or out / "records.jsonl", command)
+        own, *also = records or [out / "records.jsonl"]
+        return cls(table, file_name(name, table, asked), asked, out, own, also, command)
 
     @property
     def books(self) -> Books:
-        return Books(self.records, self.out / "runs", self.images)
+        return Books(self.records, self.out / "runs", self.images, self.also)
 
     def trials(self) -> "Job | None":
-        """Of its rows' learning rates, if it wants some."""
+        """Of its rows' settings, if it wants some."""
         if not is_tuned(self.table, self.asked):
             return None
         table, asked = trials_asked(self.table, self.asked)
         # Three columns of points for every row would be too wide to read.
-        return replace(self, table=table, name=f"{self.name}-rates", asked=asked, pictured=False)
+        return replace(self, table=table, name=f"{self.name}-trials", asked=asked, pictured=False)
+
+
+LONGEST_NAME = 120
+
+
+def file_name(name: str, table: Table, asked: Asked) -> str:
+    """Of a table's files, which say in what it is not the table as it is defined: it would replace
+    that one, or be replaced by it."""
+    parts = [Path(name).stem]
+    if asked.epochs not in (None, table.epochs):
+        parts.append(f"{asked.epochs}ep")
+    if asked.held_out is not None:
+        parts.append(f"held-out-{100 * asked.held_out:g}")
+    own, changed = trials_of_rows(table), trials_of_rows(table, asked.overrides)
+    if any(own[row].identity != changed[row].identity for row in own):
+        parts += [re.sub(r"[^\w.+-]+", "_", change) for change in asked.overrides]
+    return "-".join(parts)[:LONGEST_NAME]
 
 
 @dataclass(frozen=True)
@@ -98,6 +120,7 @@ def run_table(
     """Run what is missing of a table, on so many devices at once, and draw what there is."""
     console = console or Console()
     # A mistake is told before anything is trained, trials included.
+    refuse_same_rows(job.table, job.asked)
     job = replace(job, images=_fingerprints(job, dry_run, console))
     jobs = [one for one in (job.trials(), job) if one is not None]
     device = choose_device(plan(job.table, job.asked)[0].trial.config.run.device)
@@ -133,7 +156,7 @@ def _tell_what_is_missing(job: Job, device: str, dry_run: bool, console: Console
     missing = _missing(job, planned, device)
     runs = "1 run" if len(every) == 1 else f"{len(every)} runs"
     waiting = [one for one in every if one.row.name in chosen.waiting]
-    later = f", {len(waiting)} when their learning rates are chosen" if waiting else ""
+    later = f", {len(waiting)} when their settings are chosen" if waiting else ""
     say(console, f"{job.table.title}: {runs}, {len(missing)} to be trained{later}")
     if missing and dry_run:
         for line in ("missing:", *(f"  {one.label}" for one in missing)):
@@ -163,7 +186,8 @@ def _drawn(
         )
     known = job.books.known()
     filled = fill(job.table, known, Group.of(every[0].trial.facts), job.asked.overrides)
-    files = draw(filled, job.name, job.out, failed, pictured=job.pictured)
+    empty = dry_run and not (filled.records or filled.diverged)  # and may replace a full one
+    files = [] if empty else draw(filled, job.name, job.out, failed, pictured=job.pictured)
     problems = [_failures(failed, len(planned))]
     if job.asked.held_out is None:  # where settings are tried, it is a result
         rows = {one.row.name for one in every}
@@ -173,10 +197,10 @@ def _drawn(
 
 
 def _planned(job: Job) -> tuple[list[Planned], Tuned]:
-    """What is to be trained, by the best of the learning rates that were tried."""
+    """What is to be trained, by the best of the settings that were tried."""
     facts = plan(job.table, job.asked)[0].trial.facts
     known = job.books.known()
-    chosen = with_best_rates(job.table, job.asked, known, facts["source"], facts["epochs"])
+    chosen = with_best_settings(job.table, job.asked, known, facts["source"], facts["epochs"])
     without = {*chosen.waiting, *chosen.all_diverged}
     ready = [one for one in plan(chosen.table, job.asked) if one.row.name not in without]
     return ready, chosen
@@ -184,7 +208,7 @@ def _planned(job: Job) -> tuple[list[Planned], Tuned]:
 
 def _missing(job: Job, planned: Sequence[Planned], device: str) -> list[Planned]:
     known = job.books.known()
-    return [one for one in planned if _wanted(job, one, device).lacks_any(known)]
+    return [one for one in planned if job.books.to_be_trained(_wanted(job, one, device), known)]
 
 
 def _in_work(job: Job, one: Planned) -> bool:
@@ -195,14 +219,6 @@ def _in_work(job: Job, one: Planned) -> bool:
 def _wanted(job: Job, one: Planned, device: str) -> Wanted:
     columns = [column for column in job.table.measured if column.can_be_had_on(device)]
     return Wanted(one.label, one.trial, columns)
-
-
-def _with_all_that_is_told(wanted: Wanted, device: str) -> Wanted:
-    """What training tells is recorded whether the table shows it or not: another table that does,
-    and has the run in common, would train it again."""
-    told = [c for c in COLUMNS.values() if c.told_by_training and c.can_be_had_on(device)]
-    besides = [column for column in told if column not in wanted.columns]
-    return replace(wanted, columns=[*wanted.columns, *besides])
 
 
 def _failures(failed: Mapping[str, str], planned: int) -> str:
@@ -234,20 +250,22 @@ def run_missing(job: Job, console: Console, live: bool = True) -> dict[str, str]
     """Train and judge, one after the other, what has no records yet and nobody works on. Tells what
     failed, and why."""
     failed: dict[str, str] = {}
-    benches: dict[float | None, Bench] = {}
+    benches = Benches()
+    writable = False
     for own, one in _in_order(job):
         device = choose_device(one.trial.config.run.device)
         wanted = _wanted(own, one, device)
-        if one.label in failed or not wanted.lacks_any(own.books.known()):
+        if one.label in failed or not own.books.to_be_trained(wanted, own.books.known()):
             continue
-        share = own.asked.held_out
-        if share not in benches:  # images are decoded once, and only if somebody needs them
-            benches[share] = _bench(one.trial.config, share, console)
+        if not writable:
             append_records(own.records, ())  # who cannot write there learns it before the training
+            writable = True
+        with console.status(f"reading {one.trial.config.data.source}"):
+            bench = benches.of(one.trial.config, own.asked.held_out)
         line = attempt(
-            _with_all_that_is_told(wanted, device),
+            wanted.with_all_that_is_told(device),
             own.books,
-            benches[share],
+            bench,
             failed,
             watch=partial(_Shown, one.label, console=console, live=live),
             command=own.command,
@@ -262,20 +280,14 @@ def _in_order(job: Job) -> Iterator[tuple[Job, Planned]]:
     when all have that, whatever is left, or was not ready as others were still trying."""
     trials = job.trials()
     rows = dict.fromkeys(one.row.name for one in plan(job.table, job.asked))
+    names = {} if trials is None else trial_names(job.table, job.asked.overrides)
     for row in rows if trials is not None else ():
         assert trials is not None
-        tried = trial_names(job.table, row)
+        tried = {*names[row].values()}
         yield from ((trials, one) for one in _planned(trials)[0] if one.row.name in tried)
         ready = [one for one in _planned(job)[0] if one.row.name == row]
         yield from ((job, one) for one in ready[:1])
     yield from ((job, one) for one in _planned(job)[0])
-
-
-def _bench(config: Config, held_out: float | None, console: Console) -> Bench:
-    fabric, data = build_fabric(config.run), config.data
-    with console.status(f"reading {data.source}"):
-        images = Images.open(data, held_out)
-        return Bench(fabric, images.decoded(fabric.device, data.preload_gib))
 
 
 class _Shown(Callback):
@@ -335,9 +347,7 @@ def _on_devices(job: Job, devices: int, kind: str) -> dict[str, str]:
             workers.append((process, answer))
         found = [_told(answer) for _, answer in workers]
     finally:
-        for process, _ in workers:
-            process.terminate()  # one that still trains saves what it has
-            process.join()
+        stop_all([process for process, _ in workers])
     for one in found:
         if isinstance(one, UserError):
             raise one
@@ -368,6 +378,7 @@ class _Place(NamedTuple):
 def _worker(job: Job, place: _Place, told: Connection) -> None:
     if sys.platform != "win32":
         os.setpgrp()  # Ctrl-C is for the first process, which then asks this one to stop
+    end_with_parent()
     place.take()
     try:
         told.send(run_missing(job, Console(), live=False))

@@ -1,25 +1,28 @@
-"""As many trials for every row of a table: each takes the best of a few learning rates.
+"""As many trials for every row of a table: each takes the best of a few settings.
 
-Rates are tried in short trainings and judged by images held out of the training set. The trials of
-a table are a table themselves, with a row for every rate of every row, which is run and drawn like
+They are tried in short trainings and judged by images held out of the training set. The trials of
+a table are a table themselves, with a row for every try of every row, which is run and drawn like
 others; what was chosen follows from its records.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from xmoco.config import Config
 from xmoco.tables.columns import COLUMNS
-from xmoco.tables.definition import Row, Table, Tuning
+from xmoco.tables.definition import Changes, Row, Table, Tuning
 from xmoco.tables.plan import Asked, trials_of_rows
-from xmoco.tables.trials import DIVERGED, PART, Kept, split_facts
+from xmoco.tables.trials import DIVERGED, PART, Kept, Trial, split_facts
 
-SETTING = "learning_rate"
+SETTINGS = {"batch", "learning_rate"}
+"""What tries change."""
+OWN = Changes()
 
 
 def is_tuned(table: Table, asked: Asked) -> bool:
-    """Whether rates are to be chosen: not in trials, nor where the rate is given for all rows."""
-    given = {change.partition("=")[0].strip().removeprefix("optim.") for change in asked.overrides}
-    return table.tuning is not None and asked.held_out is None and SETTING not in given
+    """Whether settings are to be chosen: not in trials, nor where they are given for all rows."""
+    given = {change.partition("=")[0].strip().rpartition(".")[2] for change in asked.overrides}
+    return table.tuning is not None and asked.held_out is None and not SETTINGS & given
 
 
 def trials_asked(table: Table, asked: Asked) -> tuple[Table, Asked]:
@@ -29,33 +32,25 @@ def trials_asked(table: Table, asked: Asked) -> tuple[Table, Asked]:
     trials = trial_table(table, asked.epochs or table.epochs, asked.overrides)
     rows = None
     if asked.rows is not None:
-        rows = tuple(
-            trial_name(row, factor)
-            for row in table.trained
-            if row.name in asked.rows
-            for factor in tuning.rates
-        )
+        names = trial_names(table, asked.overrides)
+        rows = tuple(name for row in asked.rows for name in names.get(row, {}).values())
     how = Asked(data=asked.data, rows=rows, held_out=tuning.share, overrides=asked.overrides)
     return trials, how
 
 
 def trial_table(table: Table, epochs: int, overrides: Sequence[str] = ()) -> Table:
-    """A row for every rate of every row; ``epochs`` are the table's own."""
+    """A row for every try of every row; ``epochs`` are the table's own."""
     tuning = table.tuning
     assert tuning is not None
-    usual = usual_rates(table, overrides)
+    usual = usual_configs(table, overrides)
     rows = [
-        Row(
-            name=trial_name(row, factor),
-            recipe=row.recipe,
-            settings=with_rate(row, factor, usual[row.name]),
-        )
+        Row(name=name, recipe=row.recipe, settings=with_changes(row, changes, usual[row.name]))
         for row in table.trained
-        for factor in tuning.rates
+        for changes, name in trial_names(table, overrides)[row.name].items()
     ]
     return table.model_copy(
         update={
-            "title": f"{table.title}: learning rates",
+            "title": f"{table.title}: trials",
             "epochs": trial_epochs(tuning, epochs),
             "seeds": table.seeds[:1],
             # All but what is trained by itself: what is tried here, another table may have as well.
@@ -74,43 +69,44 @@ def trial_epochs(tuning: Tuning, epochs: int) -> int:
     return min(tuning.epochs, epochs)
 
 
-def trial_names(table: Table, row: str) -> set[str]:
-    """Of the rows that a row's trials are."""
+def trial_names(table: Table, overrides: Sequence[str] = ()) -> dict[str, dict[Changes, str]]:
+    """The rows that are the trials of every row, by what they try."""
     assert table.tuning is not None
-    (own,) = (one for one in table.trained if one.name == row)
-    return {trial_name(own, factor) for factor in table.tuning.rates}
+    return {
+        row: {changes: f"{row}, {changes}" for changes in table.tuning.of(config.train.batch)}
+        for row, config in usual_configs(table, overrides).items()
+    }
 
 
-def trial_name(row: Row, factor: float) -> str:
-    return f"{row.name}, rate × {factor:g}"
+def usual_configs(table: Table, overrides: Sequence[str]) -> dict[str, Config]:
+    return {name: trial.config for name, trial in trials_of_rows(table, overrides).items()}
 
 
-def usual_rates(table: Table, overrides: Sequence[str]) -> dict[str, float]:
-    trials = trials_of_rows(table, overrides)
-    return {name: trial.config.optim.learning_rate for name, trial in trials.items()}
-
-
-def with_rate(row: Row, factor: float, usual: float) -> str:
-    """The row's settings; its own rate is not named, so that its trial may be another table's."""
-    changed = [] if factor == 1 else [f"{SETTING}={factor * usual:.10g}"]
-    return " ".join([*row.settings.split(), *changed])
+def with_changes(row: Row, changes: Changes, usual: Config) -> str:
+    """The row's settings; what stays as it is is not named."""
+    settings = row.settings.split()
+    if changes.batch is not None:
+        settings.append(f"batch={changes.batch}")
+    if changes.rate != 1:
+        settings.append(f"learning_rate={changes.rate * usual.optim.learning_rate:.10g}")
+    return " ".join(settings)
 
 
 @dataclass(frozen=True)
 class Tried:
-    """What became of a row's rates."""
+    """What became of a row's tries."""
 
-    judged: Mapping[float, float]
-    """Accuracy by factor of the row's own rate."""
-    diverged: Sequence[float]
-    missing: Sequence[float]
+    judged: Mapping[Changes, float]
+    """Accuracies."""
+    diverged: Sequence[Changes]
+    missing: Sequence[Changes]
 
     @property
-    def best(self) -> float | None:
+    def best(self) -> Changes | None:
         """None if all have diverged, or as long as one is missing. Of equal ones the row's own."""
         if self.missing or not self.judged:
             return None
-        return max(self.judged, key=lambda factor: (self.judged[factor], factor == 1))
+        return max(self.judged, key=lambda changes: (self.judged[changes], changes == OWN))
 
     @property
     def all_diverged(self) -> bool:
@@ -119,7 +115,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A table whose rows have the best of their rates, or their own as long as none is chosen."""
+    """A table whose rows have the best of what was tried, or their own settings until then."""
 
     table: Table
     tried: Mapping[str, Tried]
@@ -136,7 +132,7 @@ class Tuned:
         return [name for name, tried in self.tried.items() if tried.all_diverged]
 
 
-def with_best_rates(
+def with_best_settings(
     table: Table, asked: Asked, records: Sequence[Kept], source: str, epochs: int
 ) -> Tuned:
     """The table as it is trained for so many epochs, by what records of images from ``source`` tell
@@ -152,34 +148,33 @@ def with_best_rates(
         if record.seed == trials.seeds[0] and facts.items() <= record.protocol.items()
     ]
     configurations = trials_of_rows(trials, overrides)
-    usual = usual_rates(table, overrides)
+    usual, names = usual_configs(table, overrides), trial_names(table, overrides)
     tried, rows = {}, []
     for row in table.rows:
         if row.name in usual:  # it is not the paper's alone
-            found = {}
-            for factor in tuning.rates:
-                identity = configurations[trial_name(row, factor)].identity
-                found[factor] = [r for r in own if (r.subject, r.protocol["settings"]) == identity]
-            tried[row.name] = _tried(tuning, found)
-            best = tried[row.name].best
-            if best is not None:
-                row = row.model_copy(update={"settings": with_rate(row, best, usual[row.name])})
+            one = tried[row.name] = _tried(
+                tuning, {c: configurations[name] for c, name in names[row.name].items()}, own
+            )
+            if one.best is not None:
+                settings = with_changes(row, one.best, usual[row.name])
+                row = row.model_copy(update={"settings": settings})
         rows.append(row)
     return Tuned(table.model_copy(update={"rows": rows}), tried)
 
 
-def _tried(tuning: Tuning, records: Mapping[float, Sequence[Kept]]) -> Tried:
+def _tried(tuning: Tuning, trials: Mapping[Changes, Trial], records: Sequence[Kept]) -> Tried:
     by = COLUMNS[tuning.by]
     judged, diverged, missing = {}, [], []
-    for factor, own in records.items():
+    for changes, trial in trials.items():
+        own = [r for r in records if (r.subject, r.protocol["settings"]) == trial.identity]
         # The first counts: a choice stays, whatever is measured again or with other numerics.
-        verdict = next((r for r in own if by.shows(r) or _ends(r, by.measure)), None)
+        verdict = next((r for r in own if trial.is_shown(by, r) or _ends(r, by.measure)), None)
         if verdict is None:
-            missing.append(factor)
+            missing.append(changes)
         elif verdict.measure == DIVERGED:
-            diverged.append(factor)
+            diverged.append(changes)
         else:
-            judged[factor] = verdict.value
+            judged[changes] = verdict.value
     return Tried(judged, diverged, missing)
 
 
@@ -191,37 +186,32 @@ def _ends(record: Kept, measure: str) -> bool:
 def choice_told(
     tuning: Tuning, tried: Mapping[str, Tried], rows: Sequence[str], epochs: int
 ) -> str:
-    """How the rates of these rows, which were trained, were chosen; the table has ``epochs``."""
-    names: dict[float, list[str]] = {}
+    """How the settings of these rows, which were trained, were chosen; the table has ``epochs``."""
+    names: dict[Changes, list[str]] = {}
     for row in rows:
         best = tried[row].best
         if best is not None:
             names.setdefault(best, []).append(row)
     told = []
     if names:
-        usual = max(names, key=lambda factor: len(names[factor]))
-        others = [f"× {f:g} for {', '.join(names[f])}" for f in sorted(names) if f != usual]
-        chosen = "; ".join([*others, f"× {usual:g} for {'all others' if others else 'all'}"])
-        rates = ", ".join(f"{factor:g}" for factor in tuning.rates)
+        usual = max(names, key=lambda changes: len(names[changes]))
+        others = [f"{c} for {', '.join(names[c])}" for c in names if c != usual]
+        chosen = "; ".join([*others, f"{usual} for {'all others' if others else 'all'}"])
         counted = trial_epochs(tuning, epochs)
         told.append(
-            f"Learning rates are the best of {len(tuning.rates)} for every row (its own × {rates})"
-            f", by {COLUMNS[tuning.by].heading} on a held-out {100 * tuning.share:g} % of the "
-            f"training images after {counted} epoch{'s' * (counted > 1)}: {chosen}."
+            f"Batch and learning rate are the best of {tuning.number} tries for every row, its own "
+            f"among them, by {COLUMNS[tuning.by].heading} on a held-out {100 * tuning.share:g} % "
+            f"of the training images after {counted} epoch{'s' * (counted > 1)}: {chosen}."
         )
-    limits = {min(tuning.rates), max(tuning.rates)}
-    edge = [row for row in rows if tried[row].best in limits]
-    if edge:
-        told.append(f"The lowest or highest was the best for: {', '.join(edge)}.")
-    diverged = [f"{row} × {f:g}" for row in rows for f in tried[row].diverged]
+    diverged = [f"{row}, {changes}" for row in rows for changes in tried[row].diverged]
     if diverged:
-        told.append(f"Rates that diverged in trials: {', '.join(diverged)}.")
+        told.append(f"Diverged in trials: {'; '.join(diverged)}.")
     untried = [row for row in rows if tried[row].missing]
     if untried:
-        told.append(f"With their own learning rates, as trials are missing: {', '.join(untried)}.")
+        told.append(f"With their own settings, as trials are missing: {', '.join(untried)}.")
     lost = [row for row, one in tried.items() if one.all_diverged]
     if kept := [row for row in lost if row in rows]:  # trained before the trials
-        told.append(f"With their own learning rates, as all trials diverged: {', '.join(kept)}.")
+        told.append(f"With their own settings, as all trials diverged: {', '.join(kept)}.")
     return " ".join(filter(None, [*told, not_trained([row for row in lost if row not in rows])]))
 
 

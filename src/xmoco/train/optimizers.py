@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xmoco.config.optimizers import AdamWConfig, LARSConfig, OptimConfig, SGDConfig
-from xmoco.schedules import Value
 from xmoco.task import ParamGroup
 
 
@@ -92,11 +91,11 @@ def _with_decay(
     """
     apart, spared = not settings.decay_norms_and_biases, set(exempt)
     parts: list[dict[str, Any]] = []
-    for parameters, factor, scheduled in groups:
+    for parameters, factor, scheduled, decays in groups:
         matrices = [p for p in parameters if not apart or (p.ndim > 1 and p not in spared)]
         vectors = [p for p in parameters if apart and (p.ndim <= 1 or p in spared)]
         for members, decay, adapt in (
-            (matrices, settings.weight_decay, True),
+            (matrices, settings.weight_decay if decays else 0.0, True),
             (vectors, 0.0, False),
         ):
             if members:
@@ -111,10 +110,14 @@ class LARS(Optimizer):
 
     In a group that adapts, the decayed gradient g + w·p of a layer is multiplied with
     ``trust`` · ‖p‖ / ‖g + w·p‖ (1 where either is 0) before it enters the momentum, as in Barlow
-    Twins' and MoCo v3's programs. With ``clip`` that factor is divided by the rate and at most 1,
-    as in LARC: the rate is then an upper bound. Rates may be numbers on the device, for CUDA
-    graphs.
+    Twins' and MoCo v3's programs. With ``clip`` the layer's own rate is
+    ``trust`` · ‖p‖ / (‖g‖ + w‖p‖ + ε) or, if that is less, the given one, as in LARC and in
+    solo-learn's LARS; a layer without a gradient does not decay either. Rates may be numbers on the
+    device, for CUDA graphs.
     """
+
+    EPSILON = 1e-8
+    """That is added to the denominator with ``clip``."""
 
     def __init__(
         self,
@@ -152,8 +155,12 @@ class LARS(Optimizer):
             decay = torch._foreach_mul(weights, group["weight_decay"])
             steps = list(torch._foreach_add(gradients, list(decay)))
             if group["adapt"]:
-                bound = group["lr"] if group["clip"] else None
-                torch._foreach_mul_(steps, self._shares(weights, steps, group["trust"], bound))
+                shares = (
+                    self._clipped_shares(weights, gradients, group)
+                    if group["clip"]
+                    else self._shares(weights, steps, group["trust"])
+                )
+                torch._foreach_mul_(steps, shares)
             buffers = []
             for weight in weights:
                 state = self.state[weight]
@@ -166,15 +173,22 @@ class LARS(Optimizer):
         return loss
 
     @staticmethod
-    def _shares(
-        weights: list[Tensor], steps: list[Tensor], trust: float, bound: Value | None
-    ) -> list[Tensor]:
-        lengths, gradients = torch._foreach_norm(weights), torch._foreach_norm(steps)
-        both = list(zip(lengths, gradients, strict=True))
-        shares = [trust * length / gradient for length, gradient in both]
-        if bound is not None:
-            shares = [(share / bound).clamp(max=1) for share in shares]
+    def _shares(weights: list[Tensor], steps: list[Tensor], trust: float) -> list[Tensor]:
+        lengths, moves = torch._foreach_norm(weights), torch._foreach_norm(steps)
         return [
-            torch.where((length > 0) & (gradient > 0), share, 1.0)
-            for (length, gradient), share in zip(both, shares, strict=True)
+            torch.where((length > 0) & (move > 0), trust * length / move, 1.0)
+            for length, move in zip(lengths, moves, strict=True)
         ]
+
+    @classmethod
+    def _clipped_shares(
+        cls, weights: list[Tensor], gradients: list[Tensor], group: dict[str, Any]
+    ) -> list[Tensor]:
+        trust, decay, rate = group["trust"], group["weight_decay"], group["lr"]
+        lengths, slopes = torch._foreach_norm(weights), torch._foreach_norm(gradients)
+        shares = []
+        for length, slope in zip(lengths, slopes, strict=True):
+            share = trust * length / (slope + decay * length + cls.EPSILON)
+            clipped = torch.where(slope > 0, (share / rate).clamp(max=1), 0.0)
+            shares.append(torch.where(length > 0, clipped, 1.0))
+        return shares

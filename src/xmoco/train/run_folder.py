@@ -11,6 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,13 @@ class RunFolder:
     def add_record(self, record: Record) -> None:
         self._append("metrics.jsonl", record.json())
 
+    def add_new(self, records: Iterable[Record]) -> None:
+        """Those that do not stand here yet: what is finished may be judged again."""
+        known = [_told(line.entry) for line in self.metrics().lines if "measure" in line.entry]
+        for record in records:
+            if _told(plain(asdict(record))) not in known:
+                self.add_record(record)
+
     def last_knn(self) -> dict[str, float]:
         """The last kNN accuracy of every subject."""
         return {record["subject"]: record["value"] for record in self.metrics().knn()}
@@ -282,6 +290,14 @@ def refuse_other_settings(
 def _short(value: object) -> str:
     text = json.dumps(value, default=str, skipkeys=True)  # a hand may have put anything there
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _told(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What a record says, however long it took to find out."""
+    protocol = {
+        key: value for key, value in entry["protocol"].items() if not key.endswith("_seconds")
+    }
+    return entry["measure"], entry["value"], protocol
 
 
 def _step(entry: Mapping[str, Any]) -> int:
