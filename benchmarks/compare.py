@@ -60,8 +60,9 @@ from xmoco.tables.trials import (
     recipe_told,
     refuse_twins,
 )
+from xmoco.train.callback import Callback
 from xmoco.train.engine import choose_device
-from xmoco.train.loop import Callback, Training
+from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder
 
 CURVE = "curve.json"

@@ -1,6 +1,7 @@
 """``--recipe auto``: what is chosen over counts, sizes and devices."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +18,15 @@ from xmoco.auto import (
     Situation,
     choose,
     duration,
+    following,
     images_measured,
     look_at,
+    pace,
 )
 from xmoco.auto import images_per_second as measured
 from xmoco.config import KINDS, Config, ModelConfig
 from xmoco.data import ArrayImages, Batches
+from xmoco.data.batches import equal_share
 from xmoco.errors import UserError
 from xmoco.methods import build_method, method_class
 from xmoco.nn.encoding import resolve_batch_norm
@@ -45,6 +49,100 @@ def chosen(images: int, side: int, device: str, processes: int = 1) -> tuple[Aut
     situation = Situation(images, side, device, processes)
     recipe = choose(situation, two_cores if device == "cpu" else never)
     return recipe, load_config(recipe.base, settings=recipe.settings())
+
+
+@pytest.mark.parametrize(
+    ("device", "epochs", "told"),
+    [("cuda", 800, "8,000 steps in total"), ("cpu", 50, "as many as 20 minutes allow")],
+)
+def test_epochs_follow_from_the_batch_that_is_asked_for(
+    device: str, epochs: int, told: str
+) -> None:
+    situation = Situation(1000, 128, device, 1, batch=100, size=64, backbone="resnet18")
+    recipe = choose(situation, lambda *_: 1000 * 50 / PATIENCE)
+    reasons = {choice.setting: choice.reason for choice in recipe.choices}
+    assert recipe.settings()["epochs"] == epochs
+    assert reasons["epochs"] == told
+    assert reasons["batch"] == "10 steps per epoch"
+
+
+@pytest.mark.parametrize(
+    ("images", "size", "base", "backbone"),
+    [
+        (9_469, 32, "cifar10", "resnet18"),
+        (9_469, 64, "imagenette", "resnet18"),
+        (1_281_167, 32, "cifar10", "resnet18"),
+        (1_281_167, 160, "imagenet", "resnet50"),
+    ],
+)
+def test_the_recipe_suits_the_size_that_is_asked_for(
+    images: int, size: int, base: str, backbone: str
+) -> None:
+    recipe = choose(Situation(images, 375, "cuda", 1, size=size), never)
+    chosen = recipe.settings()
+    assert (recipe.base, chosen["backbone"], chosen["size"]) == (base, backbone, size)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("processes", "accumulate", "batch"), [(1, 3, 48), (2, 3, 48), (2, 4, 64)])
+def test_a_batch_can_be_cut_into_the_parts_that_are_asked_for(
+    device: str, processes: int, accumulate: int, batch: int
+) -> None:
+    situation = Situation(5_000, 128, device, processes, accumulate=accumulate)
+    recipe = choose(replace(situation, images=520), two_cores if device == "cpu" else never)
+    assert equal_share(recipe.settings()["batch"], processes, accumulate) >= 2
+    wide = choose(situation, two_cores if device == "cpu" else never).settings()["batch"]
+    assert wide == batch
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "size"),
+    [
+        ("test_vit", 30, 32),  # patches of 16 px
+        ("vit_tiny_patch16_224", 500, 96),
+        ("vit_small_patch14_dinov2", 500, 84),
+        ("efficientformer_l1", 500, 224),  # it takes nothing else
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_models_of_timm_are_shown_what_they_can_take(
+    name: str, side: int, size: int, device: str
+) -> None:
+    pytest.importorskip("timm")
+    backbone = f"timm:{name}"
+    recipe = choose(Situation(9_469, side, device, 1, backbone=backbone), lambda *_: 1000.0)
+    config = load_config(recipe.base, settings=recipe.settings())
+    assert (config.model.backbone, config.model.stem) == (backbone, "imagenet")
+    assert (config.input.size, config.input.central_size) == (size, size)
+    assert config.method.model_dump()["local_crops"] == 0
+    assert all(choice.reason for choice in recipe.choices)
+
+
+@pytest.mark.parametrize(
+    ("backbone", "adamw"),
+    [
+        *(
+            (f"timm:{name}", True)
+            for name in ("test_vit", "pvt_v2_b0", "pit_ti_224", "mixer_s32_224")
+        ),
+        *((f"timm:{name}", True) for name in ("poolformer_s12", "convnext_atto", "resmlp_12_224")),
+        *((f"timm:{name}", False) for name in ("test_resnet", "fastvit_t8", "levit_128s")),
+        ("resnet18", False),
+    ],
+)
+def test_layers_tell_which_optimiser_suits(backbone: str, adamw: bool) -> None:
+    """Not names: of fastvit and levit all norms are those of a convolutional network."""
+    pytest.importorskip("timm")
+    config = load_config("imagenette", [f"backbone={backbone}", "size=224", "epochs=100"])
+    chosen = {one.setting: one.value for one in following(config, other_optimiser=True)}
+    assert (chosen.get("optim") == "adamw") == adamw
+    assert (chosen.get("decay_norms_and_biases") is False) == adamw
+    assert not list(following(config, other_optimiser=False))
+
+
+@pytest.mark.parametrize(("fast", "words"), [(1234.5, "1,234"), (9.96, "10"), (0.234, "0.23")])
+def test_a_slow_pace_is_not_called_nothing(fast: float, words: str) -> None:
+    assert pace(fast) == words
 
 
 SEVERAL = st.sampled_from([("mps", 1)]) | st.tuples(

@@ -27,8 +27,9 @@ from xmoco.tables.bench import Bench
 from xmoco.tables.images import Images
 from xmoco.tables.judging import Judge
 from xmoco.tables.trials import DIVERGED, known_records, recipe_digest
+from xmoco.train.bad_steps import DivergedError
 from xmoco.train.engine import build_fabric
-from xmoco.train.loop import DivergedError, Training
+from xmoco.train.loop import Training
 
 Compare = Callable[..., list[dict[str, Any]]]
 

@@ -40,8 +40,9 @@ from xmoco.nn.weights import load_weights
 from xmoco.pretraining import prepare_training
 from xmoco.run_logger import RunLogger
 from xmoco.settings import load_config
+from xmoco.train.callback import Callback
 from xmoco.train.engine import build_fabric
-from xmoco.train.loop import Callback, Training
+from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder
 
 

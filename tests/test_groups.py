@@ -26,8 +26,9 @@ from xmoco.evaluate.monitor import Monitor
 from xmoco.methods import Method, build_method
 from xmoco.pretraining import prepare_training
 from xmoco.settings import load_config
+from xmoco.train.callback import Callback
 from xmoco.train.engine import build_fabric
-from xmoco.train.loop import Callback, Training
+from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder
 
 SWAV = (

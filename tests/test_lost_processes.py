@@ -199,6 +199,21 @@ def test_a_run_goes_on_in_as_many_as_are_started(
         processes_of(resumed_config(run, Asked(None, ("devices=8",), {})).run)
 
 
+def test_several_machines_need_someone_who_starts_processes_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They would be waited for without end, and without a word."""
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    run = load_config("demo", ["nodes=2", "device=cpu"]).run
+    words = (
+        r"^nodes=2, but nothing has started .* with torchrun or srun, as docs/cluster\.md shows\.$"
+    )
+    with pytest.raises(UserError, match=words):
+        build_fabric(run)
+    monkeypatch.setenv("MASTER_ADDR", "first-host")
+    assert processes_of(run) == (1, 2)
+
+
 def test_a_batch_script_of_slurm_starts_its_processes_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

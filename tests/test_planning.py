@@ -22,7 +22,7 @@ from helpers import (
 )
 from xmoco.auto import Situation, duration
 from xmoco.config import Config
-from xmoco.config.optimizers import AdamWConfig
+from xmoco.config.optimizers import AdamWConfig, SGDConfig
 from xmoco.data import ArrayImages, trees
 from xmoco.errors import UserError
 from xmoco.nn.backbone_files import BackboneCard, save_backbone
@@ -33,6 +33,7 @@ from xmoco.planning import (
     _schedule_warnings,
     forecast,
     show_plan,
+    with_full_paths,
 )
 from xmoco.settings import load_config
 
@@ -290,6 +291,95 @@ def test_a_batch_that_does_not_fit_is_told(
     assert "could not be measured because a batch does not fit" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("asked", "fits", "parts"),
+    [([], 64, 4), ([], 1, 1), (["accumulate=2"], 64, 2), (["batch=60"], 20, 4)],
+)
+def test_a_batch_that_does_not_fit_is_cut_into_parts_that_do(
+    asked: list[str],
+    fits: int,
+    parts: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unless the user says into how many; where none fits, all stays as it is."""
+
+    def measure(_config: Config, _device: torch.device, images: int) -> float:
+        if images > fits:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return 50.0
+
+    monkeypatch.setattr("xmoco.planning.images_per_second", measure)
+    # As many as make a batch of 256, of which 160 files are there.
+    monkeypatch.setattr("xmoco.planning.look_at", lambda *_: Situation(16_384, 70, "cuda", 1))
+    monkeypatch.setattr("xmoco.planning._steps_per_epoch", lambda *_: 1)
+    images = make_images(tmp_path / "photos", each=40)
+    config = show_plan(data=images, overrides=["device=cpu", "epochs=10", *asked])
+    said = capsys.readouterr().out
+    assert config.train.accumulate == parts
+    told = f"  accumulate={parts}: a whole batch does not fit in memory\n"
+    assert (told in said) == (parts > 1 and "accumulate=2" not in asked)
+    assert ("measured 50 images/s" in said) == (fits > 1 and "accumulate=2" not in asked)
+
+
+def test_a_setting_that_only_sgd_has_asks_for_sgd(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    images = make_images(tmp_path / "photos", each=40, side=40)
+    vit = ["device=cpu", "backbone=timm:test_vit", "batch=20", "epochs=30"]
+    config = show_plan(data=images, overrides=[*vit, "sgd_momentum=0.8"])
+    assert isinstance(config.optim, SGDConfig)
+    assert config.optim.sgd_momentum == 0.8
+    assert isinstance(show_plan(data=images, overrides=vit).optim, AdamWConfig)
+
+
+@pytest.mark.parametrize("recipe", ["demo", None])
+def test_too_large_a_batch_is_refused_before_anything_is_told(
+    recipe: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    images = make_images(tmp_path / "photos", each=5)
+    with pytest.raises(UserError, match="too few for a batch of 512; the largest batch possible"):
+        show_plan(recipe, data=images, overrides=["device=cpu", "batch=512"])
+    assert capsys.readouterr().out == ""
+
+
+def test_another_size_than_that_of_weights_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("timm")
+    monkeypatch.setattr("xmoco.planning.images_per_second", never)
+    weights, images = tmp_path / "theirs.safetensors", make_images(tmp_path / "photos", each=40)
+    grey = (0.5, 0.5, 0.5)
+    card = BackboneCard("timm:test_vit", "imagenet", 160, grey, grey, "theirs", epochs=1, seed=0)
+    save_backbone(build_backbone("timm:test_vit", size=160), card, weights)
+    asked = ["device=cpu", "batch=20", "size=64"]
+    words = r"a timm:test_vit for images of 160 px, which cannot start a run on 64 px: set size=160"
+    with pytest.raises(UserError, match=words):
+        show_plan(data=images, weights=weights, overrides=asked)
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        (["bank_length=16"], True),
+        (["bank_length=16", "accumulate=4"], False),  # a part has as many
+        (["bank_length=64"], False),
+        (["method=simclr"], False),
+    ],
+)
+def test_a_bank_smaller_than_a_batch_is_warned_of(
+    settings: list[str], warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    show_plan("demo", overrides=["device=cpu", *settings])
+    words = "warning: a bank of 16 keys cannot hold those of one batch, of 64 images: raise bank_le"
+    assert (words in capsys.readouterr().out) == warned
+
+
+def test_a_home_folder_is_expanded_where_torchvision_sets_are_kept() -> None:
+    config = load_config("cifar10", ["root=~/sets"])
+    assert with_full_paths(config).data.root == str(Path.home() / "sets")
+
+
 def plan_in_three(rank: int, port: int, said: Path, arguments: list[dict[str, Any]]) -> None:
     be_process(rank, port)
     with said.open("a") as file, contextlib.redirect_stdout(file):
@@ -505,6 +595,8 @@ def test_auto_trains_transformers_by_adamw(
     assert isinstance(optim, AdamWConfig) == adamw
     assert ("  optim=adamw: networks of this kind hardly learn by SGD\n" in said) == adamw
     assert ("  learning_rate=0.0005: " in said) == (not settings)
+    assert ("  decay_norms_and_biases=false: usual with adamw\n" in said) == adamw
+    assert optim.decay_norms_and_biases == (not adamw)
 
 
 @pytest.mark.parametrize(

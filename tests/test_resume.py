@@ -2,6 +2,7 @@
 
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from helpers import (
     assert_done,
@@ -29,6 +31,7 @@ from helpers import (
     write_recipe,
 )
 from xmoco import pretraining
+from xmoco.asked import Asked
 from xmoco.checkpoints import Checkpoints
 from xmoco.errors import TRY_AGAIN
 from xmoco.run_logger import RunLogger
@@ -274,6 +277,31 @@ def test_the_command_offered_knows_where_the_images_are_now(tmp_path: Path) -> N
     assert command == (
         f"xmoco pretrain --resume --out {tmp_path} devices=2 --data /scratch/photos log_every=7"
     )
+
+
+def test_tensorboard_shows_every_step_of_a_resumed_run_once(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert_done(run_cli("pretrain", "--recipe", recipe, "--out", run, "log_every=1"))
+    for checkpoint in checkpoints(run)[1:]:  # as if it had been killed before
+        checkpoint.unlink()
+    (left,) = checkpoints(run)
+    assert int(left.stem.removeprefix("step-")) in logged_steps(run)
+    assert_done(run_cli("pretrain", "--resume", "--out", run))
+    events = EventAccumulator(str(run), purge_orphaned_data=True).Reload()
+    shown = [point.step for point in events.Scalars("loss")]
+    assert shown == logged_steps(run)
+
+
+def test_the_command_offered_knows_how_this_session_runs(tmp_path: Path) -> None:
+    session = ["devices=1", "precision=fp32", "skip_bad_steps=true", "readers=2", "wandb=null"]
+    config = load_config("demo", session)
+    own = load_config("demo", ["devices=2", "wandb=photos", "device=cpu", "readers=2"])
+    command = shlex.split(pretraining._resume_command(tmp_path, config, own))
+    asked = Asked.of(None, command[5:], {}, data=None, weights=None)
+    assert command[5:] == [
+        *("device=auto", "devices=1", "precision=fp32", "skip_bad_steps=true", "wandb=null")
+    ]
+    assert asked.config("demo").run == config.run.model_copy(update={"readers": 8})
 
 
 def test_other_test_images_are_warned_of(recipe: Path, tmp_path: Path) -> None:

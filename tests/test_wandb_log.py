@@ -115,6 +115,12 @@ def test_without_an_account_nothing_is_begun(
     use(None, monkeypatch)  # not installed
     assert_refused(run_cli(*command), "pip install xmoco[wandb]")
     assert not (tmp_path / "run").exists()
+    # Nor is anything measured.
+    monkeypatch.setattr("xmoco.planning.images_per_second", None)
+    images = make_images(tmp_path / "photos", each=5)
+    outcome = run_cli("pretrain", "--data", images, "device=cpu", "wandb=cats")
+    assert_refused(outcome, "pip install xmoco[wandb]")
+    assert outcome.stdout == ""
 
 
 def test_what_the_library_refuses_is_told_in_a_sentence(

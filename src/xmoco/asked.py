@@ -1,9 +1,9 @@
 """What a user asks of a run. Nothing here needs torch, so mistakes are told at once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from xmoco.config import Config, RunConfig
 from xmoco.settings import load_config
@@ -20,6 +20,21 @@ class Asked:
     recipe: str | Path | None
     overrides: tuple[str, ...]
     settings: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        recipe: str | Path | None,
+        overrides: Iterable[str],
+        settings: Mapping[str, Any],
+        *,
+        data: str | Path | None,
+        weights: str | Path | None,
+    ) -> Self:
+        """With images and weights, which have arguments of their own, among the settings."""
+        given = {"source": data, "weights": weights}
+        named = {key: str(value) for key, value in given.items() if value is not None}
+        return cls(recipe, tuple(overrides), {**settings, **named})
 
     @property
     def automatic(self) -> bool:

@@ -1,8 +1,9 @@
 """``--recipe auto``: settings that suit the images at hand and the device, each with its reason.
 
 What is chosen depends on four facts only (how many images, how large, which device, how many
-processes), on how fast that device is, which is measured, and on the weights to start from, if
-there are any. Everything else is the recipe's that the choice starts from.
+processes), on how fast that device is, which is measured, and on what there is no choice of: by the
+weights to start from, if there are any, and by the user. Everything else is the recipe's that the
+choice starts from.
 """
 
 import math
@@ -23,6 +24,7 @@ from xmoco.distributed import alone
 from xmoco.methods import build_method
 from xmoco.nn.architectures import timm_name
 from xmoco.nn.backbone_files import BackboneCard
+from xmoco.nn.backbones import suitable_size, wants_adamw
 from xmoco.schedules import Clock, ScheduledValues
 from xmoco.train.engine import in_bf16
 
@@ -34,8 +36,10 @@ FEWEST_EPOCHS = 50
 """On a CPU: a network that could not see the images as often is too large for it."""
 MOST_EPOCHS = 400
 """On a CPU."""
+MANY = 100_000
+"""Images, from which on a larger network has enough to learn."""
 OF_WEIGHTS = "that of the weights"
-NOT_EVERY_MODEL = "not every model of timm takes views of two sizes"
+NOT_EVERY_MODEL = "not every model of timm takes images of two sizes"
 OWN_SIZES = {"cifar10": 32, "imagenette": 96}
 """Of views by the recipes for few images."""
 STEPS = 30_000
@@ -47,8 +51,6 @@ network far too large for it takes so few in seconds."""
 
 WARM_UP = 0.1
 """Of the epochs, at most: the recipes' warm-ups are for hundreds of epochs."""
-OF_ADAMW = ("vit", "deit", "beit", "eva", "swin", "cait", "xcit", "convnext")
-"""Parts of timm's names of transformers, and of what is trained like them."""
 
 LONGEST_MEASUREMENT = 4.0
 """Seconds after which no further step is taken to measure a CPU, nearly all of whose time goes into
@@ -57,10 +59,22 @@ computing from the first step on."""
 
 @dataclass(frozen=True)
 class Situation:
+    """What choices depend on; after the facts what there is no choice of, if anything."""
+
     images: int
     short_side: int  # of a typical image, in pixels
     device: str
     processes: int  # that share a batch
+    start: BackboneCard | None = None  # of the weights to start from
+    backbone: str | None = None
+    size: int | None = None
+    batch: int | None = None
+    accumulate: int = 1
+
+    @property
+    def network(self) -> str | None:
+        """The backbone, where there is no choice."""
+        return self.backbone if self.start is None else self.start.backbone
 
 
 class Choice(NamedTuple):
@@ -97,49 +111,49 @@ def look_at(images: ImageSet, device: str, processes: int) -> Situation:
     return Situation(len(images), typical, device, processes)
 
 
-def choose(
-    situation: Situation,
-    speed: Speed,
-    start: BackboneCard | None = None,
-    backbone: str | None = None,
-    size: int | None = None,
-) -> AutoRecipe:
-    """What suits a situation, and the weights to start from. ``speed`` is asked for on a CPU only,
-    where time decides between what the user leaves open of ``backbone`` and ``size``."""
-    if situation.device == "cpu":
-        return _for_cpu(situation, speed, start, _candidates(situation, start, backbone, size))
-    return _for_gpu(situation, start)
+def choose(situation: Situation, speed: Speed) -> AutoRecipe:
+    """What suits a situation. ``speed`` is asked for on a CPU only, where time decides between the
+    networks and sizes that are open."""
+    return (_for_cpu if situation.device == "cpu" else _for_gpu)(situation, speed)
 
 
 def following(config: Config, other_optimiser: bool) -> Sequence[Choice]:
     """What follows from settings by our choice or the user's: the epochs and the backbone.
     ``other_optimiser``: whether the user leaves it to us which one to take."""
-    own, name = [], timm_name(config.model.backbone) or ""
-    if other_optimiser and any(part in name for part in OF_ADAMW):
-        own.append(Choice("optim", "adamw", "networks of this kind hardly learn by SGD"))
-        own.append(Choice("learning_rate", AdamWConfig().learning_rate, "per 256 images, usual"))
-        own.append(Choice("weight_decay", AdamWConfig().weight_decay, "usual with adamw"))
+    own: list[Choice] = []
+    if other_optimiser and wants_adamw(config.model.backbone, config.input.size):
+        usual, why = AdamWConfig(), "usual with adamw"
+        own += (
+            Choice("optim", "adamw", "networks of this kind hardly learn by SGD"),
+            Choice("learning_rate", usual.learning_rate, "per 256 images, usual"),
+            Choice("weight_decay", usual.weight_decay, why),
+            Choice("decay_norms_and_biases", False, why),
+        )
     most = round(WARM_UP * config.train.epochs, 2)
     if own or config.optim.warmup_epochs > most:
         own.append(Choice("warmup_epochs", most, f"{WARM_UP:.0%} of {config.train.epochs} epochs"))
     return own
 
 
-def _for_gpu(situation: Situation, start: BackboneCard | None) -> AutoRecipe:
-    images, side = situation.images, situation.short_side
-    many = images >= 100_000
-    size = _fixed_size(start) or _size(side, 224 if many else 96)
-    base = "cifar10" if size <= 48 else "imagenet" if many else "imagenette"
-    backbone = "resnet50" if many and size > 48 else "resnet18"
-    batch = _batch(512 if images >= 500_000 else min(256, max(32, images // 64)), situation)
+def _for_gpu(situation: Situation, _speed: Speed) -> AutoRecipe:
+    images, many = situation.images, situation.images >= MANY
+    larger = "cost more than so few images teach"
+    views = _views(situation, situation.network, 224 if many else 96, larger)
+    usual = "resnet50" if many and views.value > 48 else "resnet18"
+    backbone = situation.network or usual
+    batch = situation.batch or _batch(
+        512 if images >= 500_000 else min(256, max(32, images // 64)), situation
+    )
     steps = max(1, images // batch)
     epochs = min(800, max(100, round(STEPS / steps / 10) * 10))
+    base = _base(views.value, many)
     return AutoRecipe(
         base,
         (
-            *_views(base, side, size, "cost more than so few images teach", start),
-            *(_small_views(base, NOT_EVERY_MODEL) if _fixed_size(start) else ()),
-            *_network(backbone, f"{images:,} images suit a network of this size", start),
+            views,
+            *_evaluation_size(situation, base, backbone, views.value),
+            *(_no_small_views(base, NOT_EVERY_MODEL) if timm_name(backbone) else ()),
+            *_network(situation, base, backbone, f"{images:,} images suit a network of this size"),
             Choice("batch", batch, _per_epoch(steps)),
             _bank(images),
             Choice("epochs", epochs, f"{epochs * steps:,} steps in total"),
@@ -147,34 +161,33 @@ def _for_gpu(situation: Situation, start: BackboneCard | None) -> AutoRecipe:
     )
 
 
-def _candidates(
-    situation: Situation, start: BackboneCard | None, backbone: str | None, size: int | None
-) -> Sequence[tuple[str, int]]:
-    """Networks and sizes of views, the most demanding first. Views as small as 32 px suit a tiny
-    network only; a larger one that a user wants has the time it takes."""
+def _base(size: int, many: bool) -> str:
+    return "cifar10" if size <= 48 else "imagenet" if many else "imagenette"
+
+
+def _candidates(situation: Situation) -> Sequence[tuple[str, Choice]]:
+    """Networks and views, the most demanding first. Views as small as 32 px suit a tiny network
+    only; a larger one that a user wants has the time it takes."""
     found = [("resnet18", 96), ("resnet18", 64), ("tiny", 64), ("tiny", 32)]
-    name = backbone if start is None else start.backbone
+    name = situation.network
     if name is not None:
         found = [(name, most) for most in ((96, 64, 32) if name == "tiny" else (96, 64))]
-    side = situation.short_side
-    views = ((one, size or _fixed_size(start) or _size(side, most)) for one, most in found)
+    larger = "would take too long on a CPU"
+    views = ((one, _views(situation, one, most, larger)) for one, most in found)
     return list(dict.fromkeys(views))
 
 
-def _for_cpu(
-    situation: Situation,
-    speed: Speed,
-    start: BackboneCard | None,
-    candidates: Sequence[tuple[str, int]],
-) -> AutoRecipe:
+def _for_cpu(situation: Situation, speed: Speed) -> AutoRecipe:
     """The largest network and views that see the images often enough within our patience."""
-    images, side = situation.images, situation.short_side
-    batch = _batch(min(64, max(16, images // 8)), situation)
+    images = situation.images
+    batch = situation.batch or _batch(min(64, max(16, images // 8)), situation)
     steps = max(1, images // batch)
-    for backbone, size in candidates:
-        base = "cifar10" if size <= 48 else "imagenette"
-        network = {choice.setting: choice.value for choice in _network(backbone, "", start)}
-        fast = speed(base, {**network, "size": size, "batch": batch, "local_crops": 0})
+    for backbone, views in _candidates(situation):
+        base = _base(views.value, many=False)
+        network = {
+            choice.setting: choice.value for choice in _network(situation, base, backbone, "")
+        }
+        fast = speed(base, {**network, "size": views.value, "batch": batch, "local_crops": 0})
         epochs = int(PATIENCE * fast / (steps * batch))
         if epochs >= FEWEST_EPOCHS:
             break
@@ -182,9 +195,10 @@ def _for_cpu(
     return AutoRecipe(
         base,
         (
-            *_views(base, side, size, "would take too long on a CPU", start),
-            *_small_views(base, "on a CPU, small views would leave time for fewer epochs"),
-            *_network(backbone, _about_speed(fast, situation.processes), start),
+            views,
+            *_evaluation_size(situation, base, backbone, views.value),
+            *_no_small_views(base, "on a CPU, small views would leave time for fewer epochs"),
+            *_network(situation, base, backbone, _about_speed(fast, situation.processes)),
             Choice("batch", batch, _per_epoch(steps)),
             _bank(images),
             Choice("epochs", epochs, _about_epochs(epochs)),
@@ -192,47 +206,51 @@ def _for_cpu(
     )
 
 
-def _network(backbone: str, reason: str, start: BackboneCard | None) -> Sequence[Choice]:
+def _network(situation: Situation, base: str, backbone: str, reason: str) -> Sequence[Choice]:
     """Where weights are given, theirs, and the pixels they know."""
-    if start is None:
-        return (Choice("backbone", backbone, reason),)
-    own = ("backbone", "stem", "mean", "std")
-    return tuple(Choice(name, getattr(start, name), OF_WEIGHTS) for name in own)
+    start = situation.start
+    if start is not None:
+        own = ("backbone", "stem", "mean", "std")
+        return tuple(Choice(name, getattr(start, name), OF_WEIGHTS) for name in own)
+    chosen = Choice("backbone", backbone, reason)
+    if timm_name(backbone) is None or base != "cifar10":
+        return (chosen,)
+    return chosen, Choice("stem", "imagenet", "models of timm have their own")
 
 
-def _fixed_size(start: BackboneCard | None) -> int | None:
-    """Of models of timm, such as transformers, many take images of one size only."""
-    return start.size if start is not None and timm_name(start.backbone) else None
+def _views(situation: Situation, backbone: str | None, most: int, larger: str) -> Choice:
+    """Their size: no larger than the images and ``most``, than which ``larger`` ones are no good,
+    in steps of 16 pixels. Of models of timm, such as transformers, many take some sizes only."""
+    start, side = situation.start, situation.short_side
+    if situation.size is not None:
+        return Choice("size", situation.size, "asked for")
+    if start is not None and timm_name(start.backbone):
+        return Choice("size", start.size, OF_WEIGHTS)
+    size = max(32, min(most, side // 16 * 16))
+    if backbone is not None and (taken := suitable_size(backbone, size)) != size:
+        return Choice("size", taken, f"{backbone} cannot take images of {size} px")
+    return Choice("size", size, _about_size(side, size, larger))
 
 
-def _views(
-    base: str, side: int, size: int, larger: str, start: BackboneCard | None
-) -> Sequence[Choice]:
-    if start is None or _fixed_size(start) is None:
-        return (Choice("size", size, _about_size(side, size, larger)), *_judged_at(base, size))
-    return (
-        Choice("size", size, OF_WEIGHTS),
-        Choice("eval_size", start.eval_size, OF_WEIGHTS),
-    )
-
-
-def _size(side: int, most: int) -> int:
-    """Views no larger than the images, in steps of 16 pixels."""
-    return max(32, min(most, side // 16 * 16))
-
-
-def _judged_at(base: str, size: int) -> Sequence[Choice]:
+def _evaluation_size(situation: Situation, base: str, backbone: str, size: int) -> Sequence[Choice]:
     """Recipes for few images know what suits their own size; elsewhere about half as much again, in
     steps of 16 pixels, as some backbones want it."""
-    if base == "imagenet" or size == OWN_SIZES[base]:
+    start = situation.start
+    if timm_name(backbone) and start is not None and situation.size is None:
+        return (Choice("eval_size", start.input().central_size, OF_WEIGHTS),)
+    if base == "imagenet":
+        return ()
+    if timm_name(backbone):
+        return (Choice("eval_size", size, NOT_EVERY_MODEL),)
+    if size == OWN_SIZES[base]:
         return ()
     larger = size * 3 // 2 // 16 * 16
     return (Choice("eval_size", larger, "crops show things larger than whole images do"),)
 
 
-def _small_views(base: str, why_none: str) -> Sequence[Choice]:
+def _no_small_views(base: str, why: str) -> Sequence[Choice]:
     """Only one recipe has any."""
-    return (Choice("local_crops", 0, why_none),) if base == "imagenette" else ()
+    return (Choice("local_crops", 0, why),) if base == "imagenette" else ()
 
 
 def _about_size(side: int, size: int, larger: str) -> str:
@@ -244,11 +262,12 @@ def _bank(images: int) -> Choice:
 
 
 def _batch(wanted: int, situation: Situation) -> int:
-    """About ``wanted``, but no more than there are images: of every process a power of two, and two
-    at least, which batch norm needs. Where there are too few images even for that, they are
-    refused as too few for such a batch, as they are by any recipe."""
-    share = min(wanted, situation.images) // situation.processes
-    return situation.processes * max(2, 1 << (max(1, share).bit_length() - 1))
+    """About ``wanted``, but no more than there are images: of every process, and of every part of a
+    step, a power of two, and two at least, which batch norm needs. Where there are too few images
+    even for that, they are refused as too few for such a batch, as they are by any recipe."""
+    shares = situation.processes * situation.accumulate
+    share = min(wanted, situation.images) // shares
+    return shares * max(2, 1 << (max(1, share).bit_length() - 1))
 
 
 def _per_epoch(steps: int) -> str:
@@ -257,11 +276,16 @@ def _per_epoch(steps: int) -> str:
 
 def _about_speed(fast: float, processes: int) -> str:
     where = "this CPU" if processes == 1 else f"{processes} CPU processes"
-    return f"trains {fast:,.0f} images/s on {where}"
+    return f"trains {pace(fast)} images/s on {where}"
 
 
 def _about_epochs(epochs: int) -> str:
     return "enough" if epochs == MOST_EPOCHS else f"as many as {duration(PATIENCE)} allow"
+
+
+def pace(fast: float) -> str:
+    """Images per second in words: of a slow one, not 0."""
+    return f"{fast:,.0f}" if fast >= 10 else f"{fast:.2g}"
 
 
 def duration(seconds: float) -> str:

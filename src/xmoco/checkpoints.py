@@ -6,8 +6,10 @@ the last one is damaged or lost, the one before serves. Read without running any
 contain.
 """
 
+import math
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +23,8 @@ from xmoco.pickles import RefusedPickle, check_parts, read_pickle
 
 FORMAT = "xmoco checkpoint 1"
 KEPT = 2
+SHARE = 0.02
+"""Of the time, at most, in which checkpoints at epoch ends are being written."""
 
 
 class Newest(NamedTuple):
@@ -59,9 +63,9 @@ class Checkpoints:
         """What to go on from; a ``UserError`` if there are checkpoints, but none that is whole."""
         notes: list[str] = []
         paths = self.paths()
-        told = self._told()
-        if told is not None and told not in paths and not any(path > told for path in paths):
-            notes.append(f"{told.name} is missing")
+        last = self._last_written()
+        if last is not None and last not in paths and not any(path > last for path in paths):
+            notes.append(f"{last.name} is missing")
         found = None
         for path in reversed(paths):
             try:
@@ -92,7 +96,7 @@ class Checkpoints:
         """Names the last checkpoint that was written, by which a lost one is noticed."""
         return self.folder / "newest"
 
-    def _told(self) -> Path | None:
+    def _last_written(self) -> Path | None:
         with suppress(OSError, ValueError):
             name = self._note.read_bytes()[:100].decode("ascii")
             if name.startswith("step-") and "/" not in name:
@@ -147,8 +151,26 @@ class BackgroundSaver:
             self.seconds = time.perf_counter() - started
         except Exception as error:  # to be raised where the run can be ended
             if isinstance(error, UserError):
-                error.alone = True  # other processes write nothing
+                error.only_here = True  # other processes write nothing
             self._failure = error
+
+
+class SaveClock:
+    """When to write a checkpoint: every so many seconds, and at epoch ends unless epochs are so
+    short that one would be written for more than a small share of the time. That is done in the
+    background, but takes a core and the disk from whoever else wants them."""
+
+    def __init__(self, interval: float) -> None:
+        self.interval = interval
+        self.restart()
+
+    def restart(self) -> None:
+        self.last = time.perf_counter()
+
+    def due(self, epoch_over: bool, saver: BackgroundSaver) -> bool:
+        since = time.perf_counter() - self.last
+        cheap = not saver.busy and saver.seconds <= SHARE * since
+        return since >= self.interval or (epoch_over and cheap)
 
 
 def _on_host(value: Any) -> Any:
@@ -173,6 +195,28 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise UserError(f"{path} is not a checkpoint of xmoco. {_way_out(path)}")
     return state
+
+
+class Reached(NamedTuple):
+    """Where a checkpoint was written."""
+
+    step: int
+    seconds: float
+    loss_level: float | None
+    left_out: list[int]
+
+
+def reached_by(state: Mapping[str, Any], total_steps: int) -> Reached:
+    """A ``ValueError`` or the like if it cannot be."""
+    step, seconds, level = state["step"], float(state["seconds"]), state.get("loss_level")
+    if type(step) is not int or not 0 <= step <= total_steps or not 0 <= seconds < math.inf:
+        raise ValueError("no moment of this run")
+    if level is not None and not 0 <= (level := float(level)) < math.inf:
+        raise ValueError("no level of losses")
+    left_out = state.get("left_out", [])  # older checkpoints do not tell
+    if not all(type(bad) is int and 0 <= bad < total_steps for bad in left_out):
+        raise ValueError("no steps of this run")
+    return Reached(step, seconds, level, left_out)
 
 
 def _way_out(path: Path) -> str:

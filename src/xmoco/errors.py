@@ -15,10 +15,10 @@ class UserError(Exception):
     """Something the user can put right: what is wrong, where, and what would be right.
 
     Where several processes train together, all meet the same mistake and the first tells of it;
-    ``alone`` marks what only one of them has met.
+    ``only_here`` marks what only one of them has met.
     """
 
-    alone = False
+    only_here = False
     status = 2
     """With which a command ends."""
 

@@ -1,10 +1,10 @@
 """What a run will be: settings asked for or chosen, and what a person should know beforehand."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -20,8 +20,10 @@ from xmoco.auto import (
     following,
     images_per_second,
     look_at,
+    pace,
 )
 from xmoco.config import Config, ModelConfig, RunConfig
+from xmoco.config.optimizers import AdamWConfig, SGDConfig
 from xmoco.data import ImageSet, open_images
 from xmoco.data.batches import batches_per_epoch, equal_share
 from xmoco.data.sources import is_path, opened_once
@@ -30,11 +32,11 @@ from xmoco.data.views import ViewGroup
 from xmoco.errors import UserError
 from xmoco.fabric import Fabric
 from xmoco.methods import Method, build_method, method_class
-from xmoco.nn.backbone_files import named_model
+from xmoco.nn.backbone_files import BackboneCard, named_model
 from xmoco.nn.encoding import describe_batch_norm, resolve_batch_norm
 from xmoco.nn.weights import read_card
-from xmoco.settings import find_field, load_config, value_of
-from xmoco.starting_weights import start_from_weights
+from xmoco.settings import as_yaml, find_field, load_config, value_of
+from xmoco.starting_weights import Start, expect_size, start_from_weights
 from xmoco.text import printable
 from xmoco.train.engine import build_fabric, on_first, processes_of
 
@@ -69,19 +71,13 @@ def show_plan(
     **settings: Any,
 ) -> Config:
     """Print what ``pretrain`` would do with these arguments, and how long it would take."""
-    if data is not None:
-        settings["source"] = str(data)
-    if weights is not None:
-        settings["weights"] = str(weights)
-    asked = Asked(recipe, tuple(overrides), settings)
+    asked = Asked.of(recipe, overrides, settings, data=data, weights=weights)
     fabric, console = launched(asked.run_config())
     config = chosen_config(asked, fabric, console)
-    here = config.model_copy(update={"model": model_here(config, fabric)})
     images = open_images(config.data, "train")
     assert images is not None
-    method = build_method(here)
-    start = start_from_weights(method, config)
-    method.prepare_for(images)
+    _steps_per_epoch(config, images, fabric)  # too large a batch is told before anything else
+    here, method, start = method_at_start(config, fabric, images)
     warnings = (f"warning: {warning}" for warning in start.warnings)
     for line in (*about(here, method, images, fabric), *warnings):
         say(console, line)
@@ -108,31 +104,34 @@ def chosen_config(asked: Asked, fabric: Fabric, console: Console) -> Config:
     images = open_images(config.data, "train")
     assert images is not None
     if _asks_for(asked, "batch"):  # too large a batch needs no measurement
-        train = config.train
-        batches_per_epoch(images, train.batch, fabric.world_size, train.accumulate)
-
+        _steps_per_epoch(config, images, fabric)
+    start = on_first(fabric, lambda: _start(config, with_size=_asks_for(asked, "size")))
     fixed = {
         setting: value_of(config, setting)
-        for setting in ("backbone", "size")
+        for setting in ("backbone", "size", "batch", "accumulate")
         if _asks_for(asked, setting)
     }
 
     def speed(base: str, changes: Mapping[str, Any]) -> float:
         config = asked.config(base, changes)
-        return _speed_of_one(config, fabric) * _at_full_speed(config, fabric)
+        return (_speed_of_one(config, fabric) or 0.0) * _at_full_speed(config, fabric)
 
     def choose_for(images: ImageSet) -> AutoRecipe:
         with console.status(Text(f"looking at {images.name}")):
             situation = look_at(images, fabric.device.type, fabric.world_size)
-            weights = config.model.weights
-            start = None if weights is None else read_card(weights)[0]
-            return choose(situation, speed, start, **fixed)
+            return choose(replace(situation, start=start, **fixed), speed)
 
     chosen = on_first(fabric, lambda: choose_for(images))
     config = asked.config(chosen.base, chosen.settings())
-    more = following(config, other_optimiser=not _asks_for(asked, "optim"))
+    more = following(config, other_optimiser=not _asks_for_sgd(asked))
     chosen = replace(chosen, choices=(*chosen.choices, *more))
     config = with_full_paths(asked.config(chosen.base, chosen.settings()))
+    may_split = not _asks_for(asked, "accumulate")
+    parts, fast = on_first(fabric, lambda: _parts_that_fit(config, fabric, may_split))
+    if parts != config.train.accumulate:
+        split = Choice("accumulate", parts, "a whole batch does not fit in memory")
+        chosen = replace(chosen, choices=(*chosen.choices, split))
+        config = with_full_paths(asked.config(chosen.base, chosen.settings()))
     told = [one for one in chosen.choices if not _asks_for(asked, one.setting)]
     for line in _choices(chosen.base, told, config):
         say(console, line)
@@ -140,8 +139,39 @@ def chosen_config(asked: Asked, fabric: Fabric, console: Console) -> Config:
         say(
             console, f"this follows the speed measured just now; to have the same again, add {keys}"
         )
-    say(console, on_first(fabric, lambda: forecast(config, images, fabric)))
+    say(console, _forecast(config, images, fabric, fast))
     return config
+
+
+def _start(config: Config, with_size: bool) -> BackboneCard | None:
+    """The card of the weights to start from, whose size may have to be the run's."""
+    if config.model.weights is None:
+        return None
+    card, _ = read_card(config.model.weights)
+    if with_size:
+        expect_size(card, config)
+    return card
+
+
+def _parts_that_fit(config: Config, fabric: Fabric, may_split: bool) -> tuple[int, float | None]:
+    """Into how many parts a step's batch is cut so that one fits in memory, and how fast that is;
+    as it was if none fits or if it ``may`` not be ``split`` further."""
+    train, parts = config.train, config.train.accumulate
+    fast = _speed_of_one(config, fabric)
+    while fast is None and may_split:
+        parts *= 2
+        share, rest = divmod(train.batch, parts * fabric.world_size)
+        if rest or share < 2:  # which batch norm needs
+            return train.accumulate, None
+        cut = config.model_copy(update={"train": train.model_copy(update={"accumulate": parts})})
+        fast = _speed_of_one(cut, fabric)
+    return parts, fast
+
+
+def _asks_for_sgd(asked: Asked) -> bool:
+    """Whether the user says which optimiser to take, be it by a setting that only SGD has."""
+    only_sgds = SGDConfig.model_fields.keys() - AdamWConfig.model_fields.keys()
+    return any(_asks_for(asked, setting) for setting in ("optim", *only_sgds))
 
 
 def _asks_for(asked: Asked, setting: str) -> bool:
@@ -164,19 +194,19 @@ def _choices(base: str, choices: Iterable[Choice], config: Config) -> Iterator[s
     yield f"recipe auto: starts from {base} and sets"
     for setting, value, reason in choices:
         if value_of(config, setting) == value:
-            shown = list(value) if isinstance(value, tuple) else value
-            yield f"  {setting}={shown}: {reason}"
+            yield f"  {setting}={as_yaml(value)}: {reason}"
 
 
 def forecast(config: Config, images: ImageSet, fabric: Fabric) -> str:
     """How long it will take, by the speed of a few steps over noise."""
+    _steps_per_epoch(config, images, fabric)  # what cannot be is not measured
+    return _forecast(config, images, fabric, _speed_of_one(config, fabric))
+
+
+def _forecast(config: Config, images: ImageSet, fabric: Fabric, fast: float | None) -> str:
     train = config.train
-    steps = train.epochs * batches_per_epoch(
-        images, train.batch, fabric.world_size, train.accumulate
-    )
-    try:
-        fast = _speed_of_one(config, fabric)
-    except torch.OutOfMemoryError:
+    steps = train.epochs * _steps_per_epoch(config, images, fabric)
+    if fast is None:
         return (
             f"{steps:,} steps, whose speed could not be measured because a batch does not fit in "
             f"memory: lower batch ({train.batch} now) or size ({config.input.size} now), or raise "
@@ -186,15 +216,24 @@ def forecast(config: Config, images: ImageSet, fabric: Fabric) -> str:
     each = " per process" if fabric.world_size > 1 else ""
     return (
         f"{steps:,} steps will take about {duration(seconds)}, not counting kNN: measured "
-        f"{fast:,.0f} images/s{each} on random input"
+        f"{pace(fast)} images/s{each} on random input"
     )
 
 
-def _speed_of_one(config: Config, fabric: Fabric) -> float:
-    """Images per second of each process. A batch or batch norm that the run could not have is a
-    ``UserError`` here already."""
+def _steps_per_epoch(config: Config, images: ImageSet, fabric: Fabric) -> int:
+    """A ``UserError`` where the images make no such batch."""
+    train = config.train
+    return batches_per_epoch(images, train.batch, fabric.world_size, train.accumulate)
+
+
+def _speed_of_one(config: Config, fabric: Fabric) -> float | None:
+    """Images per second of each process; none if what goes through the encoder at once does not fit
+    in memory. A batch or batch norm that the run could not have is a ``UserError`` here already."""
     here = config.model_copy(update={"model": model_here(config, fabric)})
-    return images_per_second(here, fabric.device, _share(config, fabric.world_size))
+    try:
+        return images_per_second(here, fabric.device, _share(config, fabric.world_size))
+    except torch.OutOfMemoryError:
+        return None
 
 
 def _at_full_speed(config: Config, fabric: Fabric) -> int:
@@ -233,7 +272,7 @@ def with_full_paths(config: Config) -> Config:
     if _is_there(data.source) or (has_pattern(data.source) and not is_distant(data.source)):
         data = data.model_copy(update={"source": _full_path(data.source)})
     if data.source.startswith("torchvision:"):
-        data = data.model_copy(update={"root": os.path.abspath(data.root)})  # noqa: PTH100
+        data = data.model_copy(update={"root": _full_path(data.root)})
     if model.weights is not None and not named_model(model.weights):
         model = model.model_copy(update={"weights": _full_path(model.weights)})
     return config.model_copy(update={"data": data, "model": model})
@@ -260,6 +299,35 @@ def model_here(config: Config, fabric: Fabric, resumed: bool = False) -> ModelCo
     )
 
 
+class AtStart(NamedTuple):
+    """A method before its first step."""
+
+    config: Config
+    """With what ``auto`` means here."""
+    method: Method
+    start: Start
+
+
+def method_at_start(
+    config: Config,
+    fabric: Fabric,
+    images: ImageSet,
+    *,
+    build: Callable[[Config], Method] = build_method,
+    resumed: bool = False,
+    with_weights: bool = True,
+    digest: str | None = None,
+) -> AtStart:
+    """The method, built from random numbers of the run's seed and prepared for its images. Without
+    weights if a checkpoint will replace them; a ``digest`` is which they must be."""
+    here = config.model_copy(update={"model": model_here(config, fabric, resumed)})
+    torch.manual_seed(config.train.seed)
+    method = build(here)
+    start = start_from_weights(method, config, digest) if with_weights else Start(digest)
+    method.prepare_for(images)
+    return AtStart(here, method, start)
+
+
 def _share(config: Config, processes: int) -> int:
     """Images that go through the encoder at once."""
     return equal_share(config.train.batch, processes, config.train.accumulate)
@@ -282,6 +350,7 @@ def about(
     warnings = [
         *_few_images(len(images)),
         *method.warnings(len(images)),
+        *_bank_warnings(config),
         *_schedule_warnings(config),
         *_idle_settings(config),
         *_process_warnings(config, fabric),
@@ -310,6 +379,15 @@ def _few_images(images: int) -> Iterator[str]:
     if images < FEW_IMAGES:
         many = "1 image" if images == 1 else f"{images} images"
         yield f"hardly anything can be learnt from {many}: take hundreds, better thousands"
+
+
+def _bank_warnings(config: Config) -> Iterator[str]:
+    length, part = value_of(config, "bank_length"), config.train.batch // config.train.accumulate
+    if length is not None and length < part:
+        yield (
+            f"a bank of {length} keys cannot hold those of one batch, of {part} images: raise "
+            "bank_length"
+        )
 
 
 def _process_warnings(config: Config, fabric: Fabric) -> Iterator[str]:

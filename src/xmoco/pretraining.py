@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from xmoco.asked import Asked
-from xmoco.config import Config, ModelConfig
+from xmoco.config import Config, ModelConfig, RunConfig
 from xmoco.data import Batches, ImageSet, Unreadable, open_images
 from xmoco.data.batches import preload
 from xmoco.data.fingerprint import fingerprint
@@ -30,15 +30,14 @@ from xmoco.planning import (
     about,
     chosen_config,
     launched,
-    model_here,
+    method_at_start,
     peak_rate,
     say,
     with_full_paths,
 )
 from xmoco.run_logger import Judge, RunLogger
 from xmoco.schedules import WarmupCosine
-from xmoco.settings import FREE, config_yaml, differences, is_bound
-from xmoco.starting_weights import Start, start_from_weights
+from xmoco.settings import FREE, as_yaml, config_yaml, differences, is_bound
 from xmoco.train.engine import on_first
 from xmoco.train.loop import Plan, Training
 from xmoco.train.partners import watching
@@ -90,22 +89,21 @@ def pretrain(
         result = xmoco.pretrain("demo", out="runs/first", epochs=5)
         backbone = xmoco.load_backbone(result.weights)
     """
-    if data is not None:
-        settings["source"] = str(data)
-    if weights is not None:
-        settings["weights"] = str(weights)
     folder = None if out is None else Path(out)
-    asked = Asked(recipe, tuple(overrides), settings)
+    asked = Asked.of(recipe, overrides, settings, data=data, weights=weights)
     if resume:
         if folder is None:
             raise UserError("say with --out which run to resume.")
         config = resumed_config(RunFolder.open(folder), asked)
         fabric, console = launched(config.run)
         with watching(fabric):
+            on_first(fabric, lambda: _expect_log(config.run))
             return _run(config, fabric, console, folder, resume)
-    fabric, console = launched(asked.run_config())
+    run = asked.run_config()
+    fabric, console = launched(run)
     with watching(fabric):
         on_first(fabric, lambda: _expect_room(folder))
+        on_first(fabric, lambda: _expect_log(run))
         config = chosen_config(asked, fabric, console)
         return _run(config, fabric, console, folder, resume)
 
@@ -142,17 +140,18 @@ def _run(
 ) -> RunResult:
     # All that can be wrong is found out before anything is written.
     first = fabric.is_global_zero
-    if (project := config.run.wandb) is not None:
-        on_first(fabric, lambda: expect_wandb(project))
-    here = config.model_copy(update={"model": model_here(config, fabric, resume)})
     path = on_first(fabric, lambda: folder if resume and folder else _free_path(folder, config))
-    method = _built(here, build_method)
-    before, begun = RunFolder(path).environment(), bool(RunFolder(path).checkpoints.paths())
-    started_from = before.get("weights_digest")
-    start = Start(started_from) if begun else start_from_weights(method, config, started_from)
     images, test = open_images(config.data, "train"), open_images(config.data, "test")
     assert images is not None
-    method.prepare_for(images)
+    before, begun = RunFolder(path).environment(), bool(RunFolder(path).checkpoints.paths())
+    here, method, start = method_at_start(
+        config,
+        fabric,
+        images,
+        resumed=resume,
+        with_weights=not begun,
+        digest=before.get("weights_digest"),
+    )
     broken = Unreadable(0 if test is None else len(test))
     with console.status(Text(f"reading {images.name}")):
         known = RunFolder(path).known_unreadable(Unreadable(len(images)).limit)
@@ -177,8 +176,6 @@ def _run(
             resume_command=_resume_command(path, config, own),
         )
         resumed = resume and training.restore()
-        if begun and not resumed:  # all checkpoints are damaged
-            start = start_from_weights(method, config, started_from)
         bank = at_most(batches.images, config.monitor.knn_images)
         monitor = Monitor(config, work_name(own), bank, kept, fabric.device)
         if first:
@@ -204,14 +201,17 @@ def _run(
 
 def _resume_command(path: Path, config: Config, own: Config) -> str:
     """In as many processes; where torchrun or srun has started them, it does so again. With what is
-    another now than in the run's ``own`` settings, such as where the images are."""
-    several = {"devices": config.run.devices, "nodes": config.run.nodes}
-    settings = [f"{name}={count}" for name, count in several.items() if count > 1]
-    for section, fields in FREE.items():
+    another now than in the run's ``own`` settings, such as where the images are or in what
+    precision it computes."""
+    settings: list[str] = []
+    for section, fields in {"run": tuple(RunConfig.model_fields), **FREE}.items():
         now, then = getattr(config, section), getattr(own, section)
         for field in fields:
-            if (value := getattr(now, field)) != getattr(then, field):
-                settings += ["--data", value] if field == "source" else [f"{field}={value}"]
+            value = getattr(now, field)
+            several = field in ("devices", "nodes") and value > 1
+            if several or value != getattr(then, field):
+                changed = [f"{field}={as_yaml(value)}"]
+                settings += ["--data", value] if field == "source" else changed
     return shlex.join(["xmoco", "pretrain", "--resume", "--out", str(path), *settings])
 
 
@@ -228,11 +228,9 @@ def prepare_training(
 
     ``identity`` is what must not have changed where the run is to be restored (``identity_of``).
     """
-    here = config.model_copy(update={"model": model_here(config, fabric)})
-    method, batches = _built(here, build), _batches(config, fabric, images)
-    if not run.checkpoints.paths():
-        start_from_weights(method, config)
-    method.prepare_for(images)
+    begun = bool(run.checkpoints.paths())
+    _, method, _ = method_at_start(config, fabric, images, build=build, with_weights=not begun)
+    batches = _batches(config, fabric, images)
     plan = _plan(config, batches.steps_per_epoch)
     return Training(
         plan, fabric, method, batches, run, identity or {}, same_identity, resume_command
@@ -356,6 +354,11 @@ def work_name(config: Config) -> str:
     return f"{source}-{config.model.backbone}-{config.train.epochs}ep"
 
 
+def _expect_log(run: RunConfig) -> None:
+    if run.wandb is not None:
+        expect_wandb(run.wandb)
+
+
 def _expect_room(folder: Path | None) -> None:
     """Told before settings are chosen, which takes seconds; what our own name for a folder is
     depends on them."""
@@ -371,12 +374,6 @@ def _free_path(folder: Path | None, config: Config) -> Path:
     name = f"{source_name(config.data.source)}-{config.method.name}"
     numbers = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
     return next(path for n in numbers if not (path := Path("runs") / f"{name}{n}").exists())
-
-
-def _built(config: Config, build: Callable[[Config], Method]) -> Method:
-    """The method at its start, by random numbers of the run's seed."""
-    torch.manual_seed(config.train.seed)
-    return build(config)
 
 
 def _introduction(

@@ -12,7 +12,8 @@ from xmoco.evaluate.monitor import Monitor
 from xmoco.evaluate.similarities import NegativesMonitor
 from xmoco.methods import Method
 from xmoco.records import Record
-from xmoco.train.loop import Callback, Training
+from xmoco.train.callback import Callback
+from xmoco.train.loop import Training
 from xmoco.train.progress import Progress
 from xmoco.train.run_folder import RunFolder
 from xmoco.wandb_log import WandbLog
@@ -65,7 +66,9 @@ class RunLogger(Judge):
             reference_levels=method.reference_levels(),
             console=console,
         )
-        self.events = SummaryWriter(str(run.path), purge_step=training.step)
+        # What an interrupted session wrote of steps that are about to be repeated is not shown.
+        again = training.step + 1 if training.step else 0
+        self.events = SummaryWriter(str(run.path), purge_step=again)
         project = config.run.wandb
         self.wandb = None if project is None else WandbLog(project, run, config)
         if self.wandb is not None:

@@ -166,13 +166,14 @@ def setting_descriptions(config: Config) -> dict[str, list[tuple[str, str, str]]
     for section in Config.model_fields:
         values = getattr(config, section)
         described[section] = [
-            (field, _shown(getattr(values, field)), info.description or "")
+            (field, as_yaml(getattr(values, field)), info.description or "")
             for field, info in type(values).model_fields.items()
         ]
     return described
 
 
-def _shown(value: Any) -> str:
+def as_yaml(value: Any) -> str:
+    """A setting's value as it may stand in ``key=value``."""
     text = yaml.dump(value, Dumper=_Dumper, default_flow_style=True)
     return text.removesuffix("\n...\n").strip()
 
@@ -186,8 +187,8 @@ FREE = {
     "data": ("source", "root", "download", "preload_gib"),
     "train": ("log_every", "checkpoint_minutes"),
 }
-"""What may change when a run is resumed: where its images are, as a fingerprint tells whether they
-are still the same, and how often something is written."""
+"""What may change when a run is resumed, beside the section ``run``: where its images are, as a
+fingerprint tells whether they are still the same, and how often something is written."""
 
 
 def is_bound(section: str, field: str) -> bool:

@@ -9,8 +9,9 @@ from xmoco.config import Config
 from xmoco.data.fingerprint import tensors_digest
 from xmoco.errors import UserError
 from xmoco.methods import Method
+from xmoco.nn.architectures import timm_name
 from xmoco.nn.backbone_files import BackboneCard, Weights
-from xmoco.nn.backbones import build_backbone
+from xmoco.nn.backbones import build_backbone, outline
 from xmoco.nn.weights import load_weights
 
 SAME_PIXELS = 0.01
@@ -45,12 +46,27 @@ def start_from_weights(method: Method, config: Config, digest: str | None = None
     try:
         method.start_from(loaded.backbone)
     except RuntimeError:  # what a transformer knows of places depends on the size of images
-        size = loaded.card.size
-        raise UserError(
-            f"{weights} holds a {loaded.card.backbone} for images of {size} px, which cannot start "
-            f"a run on {config.input.size} px: set size={size}."
-        ) from None
+        raise _other_size(loaded.card, config) from None
     return Start(now, tuple(_other_pixels(loaded.card, config)))
+
+
+def expect_size(card: BackboneCard, config: Config) -> None:
+    """That these weights can start a run on images of its size, before they are loaded."""
+    if timm_name(card.backbone) is None:  # ours take images of any size
+        return
+    now, then = (
+        {name: tensor.shape for name, tensor in outline(card.backbone, size).state_dict().items()}
+        for size in (config.input.size, card.size)
+    )
+    if now != then:
+        raise _other_size(card, config)
+
+
+def _other_size(card: BackboneCard, config: Config) -> UserError:
+    return UserError(
+        f"{config.model.weights} holds a {card.backbone} for images of {card.size} px, which "
+        f"cannot start a run on {config.input.size} px: set size={card.size}."
+    )
 
 
 def _check_architecture(loaded: Weights, config: Config) -> None:

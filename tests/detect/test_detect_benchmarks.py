@@ -302,7 +302,7 @@ def test_stopped_it_keeps_what_is_finished_and_goes_on(
             os.kill(os.getpid(), signal.SIGTERM)
 
     module, name = {
-        "training": (in_folder.Told, "on_step"),
+        "training": (in_folder.StepReporter, "on_step"),
         "judging": (xmoco.detect.evaluation, "verdicts"),
     }[moment]
     real = getattr(module, name)

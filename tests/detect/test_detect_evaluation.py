@@ -184,7 +184,7 @@ def test_the_mean_and_deviation_of_seeds(scenes: Path) -> None:
 def train_somewhere(scenes: Path, out: Path, pause: float) -> None:
     """With a checkpoint after every step, and slowly enough to be killed between two."""
     with small_detectors(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop._SaveClock, "due", lambda *_: True)
+        patch.setattr(loop.SaveClock, "due", lambda *_: True)
         advance = loop.Training.advance
 
         def slowly(self: loop.Training, *arguments: Any, **named: Any) -> Any:

@@ -37,7 +37,8 @@ from xmoco.evaluate.features import backbone_features
 from xmoco.evaluate.metrics import top_k
 from xmoco.nn.backbones import build_backbone
 from xmoco.train import loop
-from xmoco.train.loop import DivergedError, Training
+from xmoco.train.bad_steps import DivergedError
+from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder
 
 INPUT = InputConfig(size=16, mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
@@ -226,7 +227,7 @@ def test_killed_at_random_it_goes_on_to_the_same_end(
         return advance(self, *arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop._SaveClock, "due", lambda *_: chance.random() < 0.4)
+        patch.setattr(loop.SaveClock, "due", lambda *_: chance.random() < 0.4)
         patch.setattr(Training, "advance", may_end)
         killed, kills = None, 0
         while killed is None:

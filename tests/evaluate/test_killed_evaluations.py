@@ -42,7 +42,7 @@ def evaluate(kind: str, out: Path) -> None:
     weights, images = out.parent / "weights.safetensors", out.parent / "images"
     options = EvalOptions("cpu", readers=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop._SaveClock, "due", lambda *_: True)
+        patch.setattr(loop.SaveClock, "due", lambda *_: True)
         patch.setattr(Evaluation, "scores", noting)
         patch.setitem(GRIDS, "tiny", Grid("tiny", (0.01, 0.1), (0.0,), 8, 8))
         if kind == "linear":

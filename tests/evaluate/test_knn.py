@@ -206,8 +206,8 @@ def test_on_cuda_memory_does_not_grow_with_the_bank(monkeypatch: pytest.MonkeyPa
 
 
 def test_no_more_vote_than_there_are() -> None:
-    assert [voters(k, 10, alone=False) for k in (1, 10, 11, 200)] == [1, 10, 10, 10]
-    assert [voters(k, 10, alone=True) for k in (1, 9, 10, 200)] == [1, 9, 9, 9]
+    assert [voters(k, 10, leave_one_out=False) for k in (1, 10, 11, 200)] == [1, 10, 10, 10]
+    assert [voters(k, 10, leave_one_out=True) for k in (1, 9, 10, 200)] == [1, 9, 9, 9]
 
 
 def test_classes_that_only_the_queries_have_count_as_wrong() -> None:

@@ -205,7 +205,7 @@ def test_killed_at_random_a_search_comes_to_the_same_end(
 
     out, killed, kills = "killed", None, 0
     with monkeypatch.context() as patch:
-        patch.setattr(loop._SaveClock, "due", lambda *_: chance.random() < 0.4)
+        patch.setattr(loop.SaveClock, "due", lambda *_: chance.random() < 0.4)
         patch.setattr(Training, "advance", deadly(advance))
         patch.setattr(transfer.shutil, "rmtree", deadly(rmtree))
         while killed is None:

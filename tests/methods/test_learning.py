@@ -13,8 +13,8 @@ from xmoco.data.patterns import patterns
 from xmoco.evaluate.monitor import Monitor
 from xmoco.pretraining import prepare_training
 from xmoco.settings import load_config
+from xmoco.train.callback import Callback
 from xmoco.train.engine import build_fabric
-from xmoco.train.loop import Callback
 from xmoco.train.run_folder import RunFolder
 
 SMALL = (

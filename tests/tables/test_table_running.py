@@ -28,7 +28,9 @@ from xmoco.tables.definition import read_table
 from xmoco.tables.images import Images
 from xmoco.tables.plan import Asked, plan
 from xmoco.tables.trials import DIVERGED
-from xmoco.train.loop import Callback, DivergedError, Training
+from xmoco.train.bad_steps import DivergedError
+from xmoco.train.callback import Callback
+from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder
 
 TABLE: dict[str, Any] = {

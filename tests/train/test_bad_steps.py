@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from helpers import be_process, free_port, make_images, run_two, write_recipe
+from xmoco.checkpoints import load_checkpoint
 from xmoco.data import open_images
 from xmoco.distributed import consolidate_state_dict
 from xmoco.errors import UserError
@@ -20,9 +21,10 @@ from xmoco.pretraining import prepare_training
 from xmoco.settings import load_config
 from xmoco.task import StepOutput
 from xmoco.train import bad_steps
-from xmoco.train.bad_steps import FEW, SPIKE, BadStep, LossWatch, WayBack, too_many
+from xmoco.train.bad_steps import FEW, SPIKE, BadStep, DivergedError, LossWatch, WayBack, too_many
+from xmoco.train.callback import Callback
 from xmoco.train.engine import build_fabric
-from xmoco.train.loop import Callback, DivergedError, Training
+from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder
 
 NAN, INF = math.nan, math.inf
@@ -184,7 +186,7 @@ def test_left_out_steps_leave_no_trace(
     training.train(notes)
     for name, value in training.task.state_dict().items():
         assert torch.equal(value, expected[name]), name
-    assert training.left_out == bad
+    assert training.bad_steps.left_out == bad
     assert notes.notes == [
         f"the loss is NaN or infinite at step {step + 1}: that step is skipped"
         for step in sorted(bad)
@@ -192,6 +194,51 @@ def test_left_out_steps_leave_no_trace(
     assert notes.values == [3, 6, 8]  # nothing is told twice
     assert notes.epochs == [1, 2]
     assert max(taken.count(step) for step in bad) == 1
+
+
+def test_steps_left_out_count_in_later_sessions(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or the limit would begin anew whenever a run is resumed."""
+    long = ("epochs=20", "log_every=1")
+    training, early = new_training(recipe, "skip_bad_steps=true", *long), set(range(FEW))
+    training.bad_steps.left_out, training.step = early, FEW + 2
+    training.save()
+    resumed = new_training(recipe, "skip_bad_steps=true", *long)
+    assert resumed.restore()
+    assert resumed.bad_steps.left_out == early
+    spoil(monkeypatch, resumed, {FEW + 3: NAN})
+    with pytest.raises(DivergedError, match=f"{FEW + 1} steps were skipped already"):
+        resumed.train(Callback())
+    without = new_training(recipe, *long)  # a session that shall not skip any
+    assert without.restore()
+    assert not any(without.bad_steps.skips(step) for step in early)
+
+
+@pytest.mark.parametrize("damage", [7, ["3"], [-1], [8], None])
+def test_steps_left_out_that_cannot_be_are_refused(recipe: Path, damage: object) -> None:
+    training = new_training(recipe)
+    training.save()
+    (path,) = training.run.checkpoints.paths()
+    state = load_checkpoint(path)
+    del state["left_out"]  # as of runs before there were such
+    training.run.checkpoints.save(0, state)
+    assert new_training(recipe).restore()
+    training.run.checkpoints.save(0, state | {"left_out": damage})
+    with pytest.raises(UserError, match="belongs to another configuration"):
+        new_training(recipe).restore()
+
+
+def test_what_was_recorded_is_forgotten_with_a_bad_step(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph replays what was done when a memory was full, and it may not be so any more."""
+    training = new_training(recipe, "skip_bad_steps=true")
+    forgotten = []
+    monkeypatch.setattr(training.stepper, "forget_graph", lambda: forgotten.append(training.step))
+    spoil(monkeypatch, training, {4: NAN})
+    training.train(Callback())
+    assert forgotten == [4]
 
 
 def test_views_stay_stacked_after_a_step_is_left_out(
@@ -206,7 +253,7 @@ def test_views_stay_stacked_after_a_step_is_left_out(
     training = new_training(recipe, "skip_bad_steps=true")
     spoil(monkeypatch, training, {1: NAN})
     training.train(Callback())
-    assert training.left_out == {1}
+    assert training.bad_steps.left_out == {1}
     norms = [norm for norm in training.task.modules() if isinstance(norm, SplitStatistics)]
     assert {norm.views for norm in norms} == {2}
     expected = undisturbed.task.state_dict()
@@ -227,11 +274,11 @@ def test_there_is_one_copy_of_what_is_good_at_a_time(
             super().__init__(*state)
             copies.append(weakref.ref(self))
 
-    monkeypatch.setattr("xmoco.train.loop.WayBack", Counted)
+    monkeypatch.setattr("xmoco.train.bad_steps.WayBack", Counted)
     training = new_training(recipe, "skip_bad_steps=true")
     spoil(monkeypatch, training, {5: NAN})
     training.train(Callback())
-    assert training.left_out == {5}
+    assert training.bad_steps.left_out == {5}
     assert alive == [0] * len(copies)
     assert len(copies) == 5  # at the start, of steps 3, 4 and 8, and of 6 taken again
 
@@ -343,7 +390,7 @@ def leave_out_in_two(rank: int, recipe: Path, port: int) -> None:
 
     training.stepper.take = take  # type: ignore[method-assign]
     training.train(Callback())
-    assert training.left_out == bad
+    assert training.bad_steps.left_out == bad
     for one in (undisturbed, training):
         consolidate_state_dict(one.task)
     expected = undisturbed.task.state_dict() if rank == 0 else {}

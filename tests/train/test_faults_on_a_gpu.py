@@ -11,8 +11,9 @@ from xmoco.data import ArrayImages
 from xmoco.errors import UserError
 from xmoco.pretraining import prepare_training
 from xmoco.settings import load_config
+from xmoco.train.callback import Callback
 from xmoco.train.engine import build_fabric
-from xmoco.train.loop import Callback, Training
+from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder
 from xmoco.train.step import WARM_UP, GraphedStepper
 
@@ -62,7 +63,7 @@ def test_a_step_is_left_out_without_a_trace(
         training.train(Callback())
         assert isinstance(training.stepper, GraphedStepper)
         assert training.stepper.graph is not None
-        assert training.left_out == {bad}
+        assert training.bad_steps.left_out == {bad}
 
         plain = new_training(tmp_path / "plain", images)
         plain.task.train()

@@ -18,7 +18,7 @@ from xmoco.data import Batch
 from xmoco.fabric import Fabric
 from xmoco.schedules import Clock, HalfCosine
 from xmoco.task import Moment, ParamGroup, StepOutput, Task
-from xmoco.train.optimizers import LARS, build_optimizer
+from xmoco.train.optimizers import LARS, build_optimizer, never_decayed
 from xmoco.train.step import build_stepper
 
 CPU = torch.device("cpu")
@@ -43,6 +43,25 @@ def take(optimizer: Optimizer, weights: Sequence[nn.Parameter], step: int) -> No
     for weight, gradient in zip(weights, gradients(step), strict=True):
         weight.grad = gradient.to(weight.dtype)
     optimizer.step()
+
+
+@pytest.mark.parametrize("settings", [SGDConfig(), LARSConfig(), AdamWConfig()])
+@pytest.mark.parametrize("apart", [True, False])
+def test_tokens_and_positions_decay_only_where_norms_and_biases_do(
+    settings: OptimConfig, apart: bool
+) -> None:
+    timm = pytest.importorskip("timm")
+    model = nn.Sequential(timm.create_model("test_vit", num_classes=0))
+    named = {model[0].pos_embed, model[0].cls_token}
+    assert never_decayed(model) == named
+    assert never_decayed(nn.Linear(2, 3)) == set()
+    settings = settings.model_copy(update={"decay_norms_and_biases": not apart})
+    optimizer = build_optimizer(settings, [ParamGroup(list(model.parameters()))], CPU, named)
+    still = {
+        p for group in optimizer.param_groups if not group["weight_decay"] for p in group["params"]
+    }
+    vectors = {p for p in model.parameters() if p.ndim <= 1}
+    assert still == (vectors | named if apart else set())
 
 
 # --- LARS -------------------------------------------------------------------------------------

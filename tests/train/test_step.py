@@ -1,5 +1,6 @@
 """Steps of the optimiser: taken one by one, and replayed as a CUDA graph."""
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -145,6 +146,29 @@ def test_a_graph_takes_the_same_steps(precision: str, monkeypatch: pytest.Monkey
     assert "replayed as a CUDA graph" in graphed.news[0]
     assert plain.task.loss.banks.fill == graphed.task.loss.banks.fill == 1
     assert torch.equal(plain.task.loss.banks.enqueued, graphed.task.loss.banks.enqueued)
+
+
+def test_another_graph_is_recorded_after_one_is_forgotten() -> None:
+    stepper = built(GraphedStepper, "cpu")
+    stepper.forget_graph()
+    assert stepper.decide_after == WARM_UP  # there was none
+    stepper.taken, stepper.decide_after, stepper.graph = 30, sys.maxsize, object()
+    stepper.forget_graph()
+    assert stepper.graph is None
+    assert stepper.decide_after == 30 + WARM_UP
+
+
+@pytest.mark.gpu
+def test_a_graph_recorded_again_takes_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("xmoco.train.step.HOST_SHARE", 0.0)
+    plain, graphed = built(Stepper, "cuda"), built(GraphedStepper, "cuda")
+    for step in range(3 * WARM_UP):
+        if step == WARM_UP + 2:
+            assert graphed.graph is not None
+            graphed.forget_graph()
+        found, expected = (stepper(views(step, "cuda"), at(step)) for stepper in (graphed, plain))
+        assert_close(found.loss, expected.loss, rtol=1e-3, atol=1e-3)
+    assert graphed.graph is not None
 
 
 @pytest.mark.gpu

@@ -21,8 +21,9 @@ from xmoco.methods.base import MomentumMethod
 from xmoco.pretraining import identity_of, peak_rate, prepare_training, same_identity
 from xmoco.settings import load_config
 from xmoco.train import loop
+from xmoco.train.callback import Callback
 from xmoco.train.engine import build_fabric
-from xmoco.train.loop import Callback, Training
+from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder
 
 
@@ -332,7 +333,7 @@ class TestSaveClock:
     def clock(self, monkeypatch: pytest.MonkeyPatch, interval: float) -> tuple[Any, list[float]]:
         now = [0.0]
         monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
-        return loop._SaveClock(interval), now
+        return loop.SaveClock(interval), now
 
     def test_by_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         clock, now = self.clock(monkeypatch, 60)

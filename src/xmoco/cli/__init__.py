@@ -375,7 +375,7 @@ def main() -> None:
         raise
     except UserError as error:
         options = getattr(error, "with_options", None) if sys.argv[1:2] == ["evaluate"] else None
-        _fail(options or str(error), status=error.status, alone=error.alone)
+        _fail(options or str(error), status=error.status, only_here=error.only_here)
     except Interrupted as stop:
         _fail(str(stop), status=stop.status if first_process() else 0)
     except OSError as error:
@@ -386,7 +386,7 @@ def main() -> None:
     except Exception as error:
         memory = _short_of_memory(error)
         if memory is not None:
-            _fail(memory, status=2, alone=True)
+            _fail(memory, status=2, only_here=True)
         if not _lost_partner(error):
             raise
         _fail("another process of this run has ended; it says why.", status=1)
@@ -416,9 +416,9 @@ def _short_of_memory(error: Exception) -> str | None:
     )
 
 
-def _fail(sentence: str, status: int, alone: bool = False) -> NoReturn:
+def _fail(sentence: str, status: int, only_here: bool = False) -> NoReturn:
     """Say why and end. Of several processes the first speaks, unless only this one knows."""
-    if alone or first_process():
+    if only_here or first_process():
         if len(sentence) > LONGEST_SENTENCE:
             sentence = f"{sentence[:LONGEST_SENTENCE]} …"
         print(f"xmoco: {printable(sentence)}", file=sys.stderr)

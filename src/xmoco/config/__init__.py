@@ -259,7 +259,8 @@ class MonitorConfig(Section):
 
 
 class RunConfig(Section):
-    """Where and how it runs. Only these may change when a run is resumed."""
+    """Where and how it runs. All of these may change when a run is resumed, and what
+    ``settings.FREE`` names."""
 
     device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="Kind of device.")
     devices: int = Field(

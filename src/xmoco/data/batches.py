@@ -1,9 +1,10 @@
 """Brings images to the device, batch after batch, in an order that is a function of seed and epoch.
 
 Small sets are decoded once and stay on the device (``preload``); larger ones are read and decoded
-ahead of the consumer (``streaming``). Either way, on one kind of device, the batches are the same
-bit for bit, for any number of threads, and any step can be the first: a resumed run needs to know
-nothing but the step it had reached.
+ahead of the consumer (``streaming``). Each way, on one kind of device, the batches are the same bit
+for bit, for any number of threads, and any step can be the first: a resumed run needs to know
+nothing but the step it had reached. On a CPU both ways give the same; on CUDA they differ by
+rounding, as small JPEG files are decoded by the CPU when preloaded, and by the GPU when streamed.
 
 Images of different sizes share a batch by sitting top-left in a canvas as large as the largest.
 """

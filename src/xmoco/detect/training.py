@@ -18,7 +18,7 @@ from xmoco.detect.task import DetectorTask
 from xmoco.errors import UserError
 from xmoco.fabric import Fabric
 from xmoco.train.engine import on_first
-from xmoco.train.in_folder import OnStep, Told, train_in_folder
+from xmoco.train.in_folder import OnStep, StepReporter, train_in_folder
 from xmoco.train.loop import Training
 
 LOOKS = 10
@@ -77,7 +77,7 @@ def train_detector(
         readers=readers,
         command=command,
         say=say,
-        told=lambda training: _Judged(training, on_step, judge, looks),
+        reporter=lambda training: _Judged(training, on_step, judge, looks),
     )
     if on_first(fabric, lambda: (folder / FILE).is_file()):
         finished, _ = read_detector(folder)
@@ -93,7 +93,7 @@ class Trained(NamedTuple):
     """Of all sessions; looks on the way are among them, precise batch norm is not."""
 
 
-class _Judged(Told):
+class _Judged(StepReporter):
     """Has the detector judged now and then, at the end of an epoch."""
 
     def __init__(

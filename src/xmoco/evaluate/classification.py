@@ -71,7 +71,7 @@ def evaluate_knn(
     assert bank.labels is not None
     if test is None:
         _tell_of_single_images(evaluation, train, bank.labels)
-    most = voters(max(ks), len(train), alone=test is None)
+    most = voters(max(ks), len(train), leave_one_out=test is None)
     if limited := [f"{k:,}" for k in sorted(set(ks)) if k > most]:
         evaluation.listener.say(
             f"only {most:,} images can vote: for k = {' and '.join(limited)} these are all."
@@ -96,7 +96,7 @@ def evaluate_knn(
             judged=(test or train).name,
             features="backbone",
             k=k,
-            voters=voters(k, len(train), alone=test is None),
+            voters=voters(k, len(train), leave_one_out=test is None),
             temperature=temperature,
             bank_images=len(train),
             judged_images=len(train if test is None else test),
@@ -107,11 +107,11 @@ def evaluate_knn(
 
 def _tell_of_single_images(evaluation: Evaluation, images: ImageSet, labels: Tensor) -> None:
     counts = Counter(labels.tolist())
-    alone = [name for label, name in enumerate(images.classes or ()) if counts[label] == 1]
-    if alone:
-        more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
+    single = [name for label, name in enumerate(images.classes or ()) if counts[label] == 1]
+    if single:
+        more = f" and {len(single) - 1} more" if len(single) > 1 else ""
         evaluation.listener.say(
-            f"{images.name} has a single image of class {alone[0]}{more}: no other image can vote "
+            f"{images.name} has a single image of class {single[0]}{more}: no other image can vote "
             "for it, so it counts as wrong."
         )
 

@@ -26,7 +26,7 @@ from xmoco.fabric import Fabric
 from xmoco.losses.labels import label_loss
 from xmoco.nn.backbones import feature_size
 from xmoco.task import Moment, ParamGroup, StepOutput, Task, Values
-from xmoco.train.in_folder import OnStep, Told, train_in_folder
+from xmoco.train.in_folder import OnStep, StepReporter, train_in_folder
 from xmoco.train.loop import Plan
 
 MOMENTUM = 0.9
@@ -232,7 +232,7 @@ def train_classifier(
         readers=readers,
         command=command,
         say=say,
-        told=lambda training: Told(training, on_step),
+        reporter=lambda training: StepReporter(training, on_step),
     )
     if before is not None:
         _check_unchanged(backbone, before)

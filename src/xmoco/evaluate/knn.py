@@ -68,9 +68,9 @@ def knn_accuracy(
     return {k: 100 * count / len(judged) for k, count in zip(ks, counts.tolist(), strict=True)}
 
 
-def voters(k: int, bank_images: int, alone: bool) -> int:
-    """How many really vote where ``k`` were asked for; alone, an image does not judge itself."""
-    return min(k, bank_images - alone)
+def voters(k: int, bank_images: int, leave_one_out: bool) -> int:
+    """How many really vote where ``k`` were asked for: an image does not judge itself."""
+    return min(k, bank_images - leave_one_out)
 
 
 def nearest_neighbours(
@@ -89,10 +89,10 @@ def nearest_neighbours(
     no image with itself. Of the queries, only a ``part`` may be asked for. ``on_progress`` is told
     the pairs compared and their total.
     """
-    alone = queries is None
+    leave_one_out = queries is None
     questions = bank if queries is None else queries
     device = bank.device if device is None else device
-    k = voters(k, len(bank), alone)
+    k = voters(k, len(bank), leave_one_out)
     # Of each query the device holds its vector and k similarities and positions, 4 + 8 bytes each.
     at_once = max(1, WAITING // (4 * bank.shape[1] + 12 * k))
     part = range(len(questions)) if part is None else part
@@ -106,7 +106,7 @@ def nearest_neighbours(
             for start in range(0, len(asked), QUERIES_AT_ONCE):
                 rows = slice(start, start + QUERIES_AT_ONCE)
                 similarities = _similarities(asked[rows], block)
-                if alone:
+                if leave_one_out:
                     _leave_out_own(similarities, first + start, compared)
                 top = similarities.topk(min(k, len(block)), dim=1)
                 together = torch.cat([best[rows], top.values], dim=1)

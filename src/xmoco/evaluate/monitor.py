@@ -94,13 +94,13 @@ class Monitor:
         self, sets: list[Features], *, subject: str, features: str, epoch: int, step: int
     ) -> Record:
         monitor = self.config.monitor
-        bank, alone = sets[0], self.test is None
+        bank, leave_one_out = sets[0], self.test is None
         assert bank.labels is not None
         accuracy = knn_accuracy(
             bank.vectors,
             bank.labels,
-            None if alone else sets[1].vectors,
-            None if alone else sets[1].labels,
+            None if leave_one_out else sets[1].vectors,
+            None if leave_one_out else sets[1].labels,
             ks=(monitor.knn_k,),
             temperature=monitor.knn_temperature,
             device=self.device,
@@ -110,11 +110,11 @@ class Monitor:
         protocol: dict[str, Any] = {
             "data": self.train.name,
             **({} if started_from is None else {"started_from": started_from}),
-            "split": "leave one out" if alone else "test",
+            "split": "leave one out" if leave_one_out else "test",
             "features": features,
             "size": self.config.input.central_size,
             "k": monitor.knn_k,
-            "voters": voters(monitor.knn_k, len(self.train), alone),
+            "voters": voters(monitor.knn_k, len(self.train), leave_one_out),
             "temperature": monitor.knn_temperature,
             "bank_images": len(self.train),
             "judged_images": len(self._sets()[-1]),

@@ -35,8 +35,8 @@ from xmoco.evaluate.grid import GRIDS, Grid, GridFile, Point
 from xmoco.evaluate.logistic import ITERATIONS_ALONE, STRENGTHS, fit, fit_path
 from xmoco.evaluate.metrics import eleven_point_map, mean_per_class, top_k
 from xmoco.records import Record
+from xmoco.train.bad_steps import DivergedError
 from xmoco.train.engine import on_first
-from xmoco.train.loop import DivergedError
 from xmoco.train.run_folder import RunFolder
 
 MODES = ("frozen", "end-to-end")

@@ -4,6 +4,8 @@ A backbone maps images (N, 3, H, W) to pooled features (N, ``feature_size``). Pa
 torchvision's or timm's own, so weights go to and fro. ``nn/architectures.py`` lists what there is.
 """
 
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from xmoco.nn.architectures import (
 
 Block = type[BasicBlock | Bottleneck]
 BLOCKS: dict[str, Block] = {"basic": BasicBlock, "bottleneck": Bottleneck}
+OVER_SAMPLE = ("LayerNorm", "GroupNorm", "RMSNorm", "RmsNorm", "SimpleNorm")
+"""How the layers begin, torch's and timm's, that normalise each sample by itself."""
 
 
 class ScaledResNet(ResNet):
@@ -117,6 +121,43 @@ def check_size(name: str, backbone: nn.Module, size: int) -> None:
     """A ``UserError`` if the backbone cannot take images of this size, as some of timm's."""
     if timm_name(name) is not None:
         _try(name, backbone, next(backbone.parameters()).new_zeros(1, 3, size, size))
+
+
+def suitable_size(name: str, wanted: int) -> int:
+    """The size of images that a backbone can take: as wanted, or in patches of 14 pixels, as many
+    transformers cut them, or what it is made for."""
+    model = timm_name(name)
+    if model is None:
+        return wanted
+    for size in (wanted, wanted // 14 * 14):
+        with suppress(UserError):
+            outline(name, size)
+            return size
+    return int(timm_library().get_pretrained_cfg(model).input_size[-1])
+
+
+def wants_adamw(name: str, size: int) -> bool:
+    """Whether a backbone is trained like a transformer. Its layers tell: those that are trained by
+    SGD are normalised over the batch."""
+    if timm_name(name) is None:
+        return False
+    kinds = [
+        {kind.__name__ for kind in type(layer).__mro__} for layer in outline(name, size).modules()
+    ]
+    over_batch = sum("_BatchNorm" in names for names in kinds)
+    over_sample = sum(any(kind.startswith(OVER_SAMPLE) for kind in names) for names in kinds)
+    return over_sample > over_batch or over_sample == over_batch == 0
+
+
+@lru_cache(maxsize=8)
+def outline(name: str, size: int) -> nn.Module:
+    """A model of timm for images of this size, to look at: where possible, without its memory."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):
+                return build_backbone(name, size=size)
+        except Exception:  # of some models of timm, which look at numbers; or it cannot be at all
+            return build_backbone(name, size=size)
 
 
 def _try(name: str, model: nn.Module, image: Tensor) -> None:

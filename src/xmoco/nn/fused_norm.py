@@ -1,4 +1,3 @@
-# mypy: disable-error-code="import-untyped, no-untyped-def", allow-untyped-decorators
 """Batch norm, residual addition and ReLU as one operation: Triton kernels for CUDA.
 
 Normalising costs hardly any arithmetic; its time is the trips of the activations to memory and
@@ -12,15 +11,24 @@ kernel's programme takes one set, a block of channels and a chunk of the set's r
 chunk tile by tile, and leaves its sums in a scratch table (set, chunk, channel). A second, small
 kernel puts chunks together, in a fixed order: the same input gives the same bits.
 
-Import this only where Triton is installed. ``nn/blocks.py`` chooses between this and plain torch.
+Import this, and the kernels in ``fused_norm_kernels.py``, only where Triton is installed.
+``nn/blocks.py`` chooses between this and plain torch.
 """
 
 from typing import Any, NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
+
+from xmoco.nn.fused_norm_kernels import (
+    finish_gradients_kernel,
+    finish_statistics_kernel,
+    input_gradient_kernel,
+    normalise_kernel,
+    statistics_kernel,
+    sum_gradients_kernel,
+)
 
 # A tile has this many values, spread over this many warps: four loads of 16 bytes a thread in bf16.
 TILE, WARPS = 4096, 4
@@ -30,14 +38,6 @@ CHANNELS = 128
 PROGRAMMES = 1024
 # The small kernels read the scratch tables in strips of channels, 32 bytes wide.
 STRIP = 8
-
-# Compiled anew for other tile shapes and types, and for channels that are no multiple of 16 (which
-# take narrow loads), but not for every batch and image size.
-_jit = triton.jit(
-    do_not_specialize=[
-        "pixels", "samples", "groups", "sets", "rows", "steps", "chunk_rows", "chunks",
-    ]
-)  # fmt: skip
 
 
 class _Layout(NamedTuple):
@@ -90,202 +90,6 @@ def _layout(x: Tensor, groups: int, views: int) -> _Layout:
     return _Layout(channels, pixels, samples, groups, sets, rows, steps, chunks, height, width)
 
 
-@triton.jit
-def _place(chunk, channels, pixels, samples, groups, rows, step, steps, HEIGHT, WIDTH):
-    """A tile's offsets in the table, and which of them exist."""
-    index = (chunk * steps + step) * HEIGHT + tl.arange(0, HEIGHT)
-    view, group = tl.program_id(1) // groups, tl.program_id(1) % groups
-    sample = view * samples + group + index // pixels * groups
-    row = sample.to(tl.int64) * pixels + index % pixels
-    channel = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    there = (index < rows)[:, None] & (channel < channels)[None, :]
-    return row[:, None] * channels + channel[None, :], there
-
-
-@_jit
-def _statistics_kernel(
-    x, means, deviations,
-    channels, pixels, samples, groups, rows, steps,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Mean and summed squared deviation of a chunk, by Welford's method: no cancellation."""
-    chunk = tl.program_id(2)
-    mean = tl.zeros((HEIGHT, WIDTH), tl.float32)
-    deviation = tl.zeros((HEIGHT, WIDTH), tl.float32)
-    for step in range(steps):
-        place, there = _place(
-            chunk, channels, pixels, samples, groups, rows, step, steps, HEIGHT, WIDTH
-        )
-        value = tl.load(x + place, there, other=0).to(tl.float32)
-        change = tl.where(there, value - mean, 0)
-        mean += change * (1.0 / (step + 1))
-        deviation += change * (value - mean)
-    # Every row of the tile has walked by itself; put them together, each by its number of values.
-    start = chunk * steps * HEIGHT + tl.arange(0, HEIGHT)
-    count = tl.minimum(tl.maximum(tl.cdiv(rows - start, HEIGHT), 0), steps).to(tl.float32)[:, None]
-    whole = tl.sum(count * mean, 0) / tl.sum(count)
-    away = mean - whole[None, :]
-    spread = tl.sum(deviation + count * away * away, 0)
-    channel = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    place = (tl.program_id(1) * tl.num_programs(2) + chunk) * channels + channel
-    tl.store(means + place, whole, channel < channels)
-    tl.store(deviations + place, spread, channel < channels)
-
-
-@_jit
-def _finish_statistics_kernel(
-    means, deviations, mean_out, scale_out, running_mean, running_var, batches,
-    channels, groups, sets, rows, chunk_rows, chunks, momentum, eps,
-    VIEWS: tl.constexpr, SETS: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Mean and 1/deviation of every set; running statistics, view by view."""
-    set_ = tl.arange(0, SETS)[:, None, None]
-    chunk = tl.arange(0, CHUNKS)[None, :, None]
-    channel = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    place = (set_ * chunks + chunk) * channels + channel[None, None, :]
-    there = (set_ < sets) & (chunk < chunks) & (channel[None, None, :] < channels)
-    part_mean = tl.load(means + place, there, other=0)
-    part_deviation = tl.load(deviations + place, there, other=0)
-    count = tl.minimum(tl.maximum(rows - chunk * chunk_rows, 0), chunk_rows).to(tl.float32)
-    mean = tl.sum(count * part_mean, 1) / rows
-    away = part_mean - mean[:, None, :]
-    variance = tl.sum(part_deviation + count * away * away, 1) / rows
-
-    set_ = tl.arange(0, SETS)[:, None]
-    place = set_ * channels + channel[None, :]
-    there = (set_ < sets) & (channel < channels)[None, :]
-    tl.store(mean_out + place, mean, there)
-    tl.store(scale_out + place, 1 / tl.sqrt(variance + eps), there)
-
-    old_mean = tl.load(running_mean + channel, channel < channels)
-    old_var = tl.load(running_var + channel, channel < channels)
-    for view in tl.static_range(VIEWS):
-        here = set_ // groups == view
-        fresh_mean = tl.sum(tl.where(here, mean, 0), 0) / groups
-        fresh_var = tl.sum(tl.where(here, variance, 0), 0) / groups * (rows / (rows - 1))
-        old_mean += momentum * (fresh_mean - old_mean)
-        old_var += momentum * (fresh_var - old_var)
-    tl.store(running_mean + channel, old_mean, channel < channels)
-    tl.store(running_var + channel, old_var, channel < channels)
-    if tl.program_id(0) == 0:
-        tl.store(batches, tl.load(batches) + VIEWS)
-
-
-@_jit
-def _normalise_kernel(
-    x, residual, y, weight, bias, means, scales,
-    channels, pixels, samples, groups, rows, steps,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
-):  # fmt: skip
-    # Backwards through memory: what the statistics read last is still in the cache.
-    chunk = tl.num_programs(2) - 1 - tl.program_id(2)
-    channel = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    known = channel < channels
-    own = tl.program_id(1) * channels + channel
-    mean = tl.load(means + own, known, other=0)[None, :]
-    scale = (tl.load(scales + own, known, other=0) * tl.load(weight + channel, known))[None, :]
-    shift = tl.load(bias + channel, known)[None, :]
-    for step in range(steps):
-        place, there = _place(
-            chunk, channels, pixels, samples, groups, rows, step, steps, HEIGHT, WIDTH
-        )
-        value = (tl.load(x + place, there).to(tl.float32) - mean) * scale + shift
-        if RESIDUAL:
-            value += tl.load(residual + place, there).to(tl.float32)
-        if RELU:
-            value = tl.where(value < 0, 0, value)  # lets NaN through, as torch does
-        tl.store(y + place, value, there)
-
-
-@_jit
-def _sum_gradients_kernel(
-    dy, x, y, d_residual, weight, bias, means, scales, sums, products,
-    channels, pixels, samples, groups, rows, steps,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
-):  # fmt: skip
-    """Sums over a chunk of dz and dz·x̂, where dz is the gradient before the ReLU."""
-    chunk = tl.program_id(2)
-    channel = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    known = channel < channels
-    own = tl.program_id(1) * channels + channel
-    mean = tl.load(means + own, known, other=0)[None, :]
-    slope = (tl.load(scales + own, known, other=0) * tl.load(weight + channel, known))[None, :]
-    shift = tl.load(bias + channel, known)[None, :]
-    total = tl.zeros((HEIGHT, WIDTH), tl.float32)
-    product = tl.zeros((HEIGHT, WIDTH), tl.float32)
-    for step in range(steps):
-        place, there = _place(
-            chunk, channels, pixels, samples, groups, rows, step, steps, HEIGHT, WIDTH
-        )
-        away = tl.load(x + place, there, other=0).to(tl.float32) - mean
-        dz = tl.load(dy + place, there, other=0).to(tl.float32)
-        if RELU:
-            if RESIDUAL:
-                positive = tl.load(y + place, there, other=0) > 0
-            else:
-                positive = away * slope + shift > 0  # cheaper than to fetch y
-            dz = tl.where(positive, dz, 0)
-        if RESIDUAL:
-            tl.store(d_residual + place, dz, there)
-        total += dz
-        product += dz * away
-    place = (tl.program_id(1) * tl.num_programs(2) + chunk) * channels + channel
-    tl.store(sums + place, tl.sum(total, 0), known)
-    scale = tl.load(scales + own, known, other=0)
-    tl.store(products + place, tl.sum(product, 0) * scale, known)
-
-
-@_jit
-def _finish_gradients_kernel(
-    sums, products, set_sums, set_products, d_weight, d_bias,
-    channels, sets, chunks,
-    SETS: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Sums of every set, and over all sets: gradients of bias and weight."""
-    set_ = tl.arange(0, SETS)[:, None, None]
-    chunk = tl.arange(0, CHUNKS)[None, :, None]
-    channel = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    place = (set_ * chunks + chunk) * channels + channel[None, None, :]
-    there = (set_ < sets) & (chunk < chunks) & (channel[None, None, :] < channels)
-    total = tl.sum(tl.load(sums + place, there, other=0), 1)
-    product = tl.sum(tl.load(products + place, there, other=0), 1)
-    set_ = tl.arange(0, SETS)[:, None]
-    place = set_ * channels + channel[None, :]
-    there = (set_ < sets) & (channel < channels)[None, :]
-    tl.store(set_sums + place, total, there)
-    tl.store(set_products + place, product, there)
-    tl.store(d_bias + channel, tl.sum(total, 0), channel < channels)
-    tl.store(d_weight + channel, tl.sum(product, 0), channel < channels)
-
-
-@_jit
-def _input_gradient_kernel(
-    dz, x, dx, weight, bias, means, scales, sums, products,
-    channels, pixels, samples, groups, rows, steps,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, RELU: tl.constexpr,
-):  # fmt: skip
-    """dx = w/σ · (dz − mean(dz) − x̂·mean(dz·x̂)). With RELU, dz is yet to be cut by it."""
-    chunk = tl.num_programs(2) - 1 - tl.program_id(2)  # from the cache, as above
-    channel = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
-    known = channel < channels
-    own = tl.program_id(1) * channels + channel
-    mean = tl.load(means + own, known, other=0)[None, :]
-    scale = tl.load(scales + own, known, other=0)[None, :]
-    slope = scale * tl.load(weight + channel, known)[None, :]
-    shift = tl.load(bias + channel, known)[None, :]
-    mean_dz = tl.load(sums + own, known)[None, :] / rows
-    tilt = scale * tl.load(products + own, known)[None, :] / rows
-    for step in range(steps):
-        place, there = _place(
-            chunk, channels, pixels, samples, groups, rows, step, steps, HEIGHT, WIDTH
-        )
-        away = tl.load(x + place, there).to(tl.float32) - mean
-        gradient = tl.load(dz + place, there).to(tl.float32)
-        if RELU:
-            gradient = tl.where(away * slope + shift > 0, gradient, 0)
-        tl.store(dx + place, slope * (gradient - mean_dz - away * tilt), there)
-
-
 def _as_table(x: Tensor) -> Tensor:
     """``x`` with its channels next to each other in memory; no copy where they are already."""
     return x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x.contiguous()
@@ -334,8 +138,8 @@ def _statistics(
     parts = x.new_empty((2, layout.sets, layout.chunks, layout.channels), dtype=torch.float32)
     mean, scale = _empty_statistics(x, groups, views)
     with torch.cuda.device_of(x):
-        _statistics_kernel[layout.grid](x, *parts, *layout.walk, num_warps=WARPS)
-        _finish_statistics_kernel[layout.strips](
+        statistics_kernel[layout.grid](x, *parts, *layout.walk, num_warps=WARPS)
+        finish_statistics_kernel[layout.strips](
             *parts, mean, scale, running_mean, running_var, batches,
             layout.channels, groups, layout.sets, layout.rows,
             layout.steps * layout.height, layout.chunks, momentum, eps,
@@ -372,7 +176,7 @@ def _normalise(
     layout = _layout(x, groups, views)
     y = torch.empty_like(x)
     with torch.cuda.device_of(x):
-        _normalise_kernel[layout.grid](
+        normalise_kernel[layout.grid](
             x, x if residual is None else residual, y, weight, bias, mean, scale,
             *layout.walk, residual is not None, relu, num_warps=WARPS,
         )  # fmt: skip
@@ -404,16 +208,16 @@ def _normalise_backward(
     sums = x.new_empty((2, layout.sets, layout.channels), dtype=torch.float32)
     dx, d_residual, d_weight, d_bias = _empty_gradients(x, y, weight, bias)
     with torch.cuda.device_of(x):
-        _sum_gradients_kernel[layout.grid](
+        sum_gradients_kernel[layout.grid](
             dy, x, y if residual else x, d_residual, weight, bias, mean, scale, *parts,
             *layout.walk, residual, relu, num_warps=WARPS,
         )  # fmt: skip
-        _finish_gradients_kernel[layout.strips](
+        finish_gradients_kernel[layout.strips](
             *parts, *sums, d_weight, d_bias,
             layout.channels, layout.sets, layout.chunks, *layout.strip, num_warps=WARPS,
         )  # fmt: skip
         # The residual's gradient has gone through the ReLU already.
-        _input_gradient_kernel[layout.grid](
+        input_gradient_kernel[layout.grid](
             d_residual if residual else dy, x, dx, weight, bias, mean, scale, *sums,
             *layout.walk, relu and not residual, num_warps=WARPS,
         )  # fmt: skip

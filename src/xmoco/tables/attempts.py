@@ -26,7 +26,9 @@ from xmoco.settings import config_yaml
 from xmoco.tables.bench import TRAINED, Bench
 from xmoco.tables.columns import COLUMNS, Column
 from xmoco.tables.trials import Kept, Trial, known_records, lasting, numerics
-from xmoco.train.loop import Callback, DivergedError, Training
+from xmoco.train.bad_steps import DivergedError
+from xmoco.train.callback import Callback
+from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder
 
 

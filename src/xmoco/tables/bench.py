@@ -32,8 +32,9 @@ from xmoco.tables.images import Images
 from xmoco.tables.judging import Ended, Judge
 from xmoco.tables.sharing import meeting_place, taking_part
 from xmoco.tables.trials import DIVERGED, PART, Trial, numerics, unwatched
+from xmoco.train.callback import Callback
 from xmoco.train.engine import build_fabric
-from xmoco.train.loop import Callback, Training
+from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder, plain
 
 TRAINED = "trained.json"

@@ -20,7 +20,7 @@ from xmoco.fabric import Fabric
 from xmoco.tables.columns import Column
 from xmoco.tables.images import Images
 from xmoco.tables.trials import CHOSEN
-from xmoco.train.loop import DivergedError
+from xmoco.train.bad_steps import DivergedError
 
 STRENGTHS = (10.0, 1.0, 0.1, 0.01, 0.001)
 """Of the penalty of the logistic regression."""

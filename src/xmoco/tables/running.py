@@ -38,8 +38,9 @@ from xmoco.tables.tuning import (
     trials_asked,
     with_best_settings,
 )
+from xmoco.train.callback import Callback
 from xmoco.train.engine import choose_device
-from xmoco.train.loop import Callback, Training
+from xmoco.train.loop import Training
 from xmoco.train.progress import Progress
 
 

@@ -7,6 +7,7 @@ from the last time it looked, goes back to it, and takes the same steps again bu
 """
 
 import math
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xmoco.distributed import sum_over_processes
+from xmoco.errors import UserError
 from xmoco.fabric import Fabric
 
 SPIKE = 1000.0
@@ -25,6 +27,14 @@ FEW = 10
 """Bad steps that may be left out in any case."""
 SHARE = 0.01
 """Of all steps, how many may be left out."""
+
+
+class DivergedError(UserError):
+    """The loss or the weights are no longer numbers, at ``step``."""
+
+    def __init__(self, sentence: str, step: int) -> None:
+        super().__init__(sentence)
+        self.step = step
 
 
 class BadStep(NamedTuple):
@@ -138,3 +148,62 @@ class WayBack:
 
 def too_many(left_out: int, steps: int) -> bool:
     return left_out > max(FEW, SHARE * steps)
+
+
+class BadSteps:
+    """Finds bad steps and, if they are to be ``skipped``, leaves them out.
+
+    Steps are functions of what they start from, so the others will be the same again. ``diverged``
+    words the error that ends a run: of what, at which step.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        task: nn.Module,
+        optimizer: Optimizer,
+        skipped: bool,
+        diverged: Callable[[str, int], DivergedError],
+    ) -> None:
+        self.losses = LossWatch(fabric)
+        self.left_out: set[int] = set()
+        """Of all sessions, counted from 0 as the loop does."""
+        self._task, self._optimizer = task, optimizer
+        self._skipped, self._diverged = skipped, diverged
+        self._way_back: WayBack | None = None
+
+    def restore(self, level: float | None, left_out: Collection[int]) -> None:
+        self.losses.level, self.left_out = level, set(left_out)
+
+    def remember(self, step: int) -> None:
+        """What is good, if it may be needed."""
+        self.forget()  # before the next one is made: two would take twice the memory
+        if self._skipped:
+            self._way_back = WayBack(step, self.losses.level, self._task, self._optimizer)
+
+    def forget(self) -> None:
+        self._way_back = None
+
+    def skips(self, step: int) -> bool:
+        return self._skipped and step in self.left_out
+
+    def add(self, step: int, loss: Tensor) -> None:
+        """The loss of a step; or, where bad steps are left out, no number if the weights are none
+        after it: a gradient may be none where the loss still was."""
+        if self._skipped:
+            norms = torch._foreach_norm(list(self._task.parameters()))
+            loss = loss + 0.0 * torch.stack(norms).sum()
+        self.losses.add(step, loss)
+
+    def leave_out(self, bad: BadStep, done: int) -> int:
+        """Go back to before a bad step, which will be left out, when ``done`` steps are; without a
+        way back it is the end. How many are done then."""
+        if self._way_back is None:
+            raise self._diverged(str(bad), bad.step)
+        self.left_out.add(bad.step - 1)
+        if too_many(len(self.left_out), done):
+            skipped = f"{bad}, and {len(self.left_out)} steps were skipped already"
+            raise self._diverged(skipped, bad.step)
+        self._way_back.go()
+        self.losses.level = self._way_back.level
+        return self._way_back.step

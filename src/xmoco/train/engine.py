@@ -66,6 +66,11 @@ def processes_of(run: RunSettings) -> tuple[int, int]:
     """Processes a machine, and machines: as torchrun or srun has started them, or as asked for."""
     started = launcher()
     if started is None:
+        if run.nodes > 1 and "MASTER_ADDR" not in os.environ:  # they would wait for ever
+            raise UserError(
+                f"nodes={run.nodes}, but nothing has started processes on other machines: start "
+                "the run with torchrun or srun, as docs/cluster.md shows."
+            )
         return run.devices, run.nodes
     there = started.devices, started.nodes
     if (run.devices, run.nodes) not in (there, (1, 1)):

@@ -9,8 +9,9 @@ from xmoco.data import Batches, ImageSet, Unreadable
 from xmoco.data.batches import Order, epoch_order
 from xmoco.fabric import Fabric
 from xmoco.task import Task
+from xmoco.train.callback import Callback
 from xmoco.train.engine import on_first
-from xmoco.train.loop import Callback, Plan, Training
+from xmoco.train.loop import Plan, Training
 from xmoco.train.run_folder import RunFolder, plain
 
 OnStep = Callable[[int, int, float | None], None]
@@ -19,7 +20,7 @@ TELL_AFTER = 2.0
 """Seconds: where steps are slow, each is told of."""
 
 
-class Told(Callback):
+class StepReporter(Callback):
     """Writes values into the run folder, and tells how far it is."""
 
     def __init__(self, training: Training, on_step: OnStep | None) -> None:
@@ -61,7 +62,7 @@ def train_in_folder(
     readers: int = 8,
     command: str = "the same call",
     say: Callable[[str], None] | None = None,
-    told: Callable[[Training], Told],
+    reporter: Callable[[Training], StepReporter],
 ) -> Training:
     """The task, trained to the end of its plan, which depends on the steps of an epoch.
 
@@ -100,13 +101,15 @@ def train_in_folder(
             if restored:
                 say(_going_on(training, what))
         if not training.finished:
-            _train(training, images, told)
+            _train(training, images, reporter)
     finally:
         run.unlock()
     return training
 
 
-def _train(training: Training, images: ImageSet, told: Callable[[Training], Told]) -> None:
+def _train(
+    training: Training, images: ImageSet, reporter: Callable[[Training], StepReporter]
+) -> None:
     fabric, run = training.fabric, training.run
     if not fabric.is_global_zero:
         training.train(Callback())
@@ -118,7 +121,7 @@ def _train(training: Training, images: ImageSet, told: Callable[[Training], Told
         f"{training.plan.batch}, {fabric.world_size} × {fabric.device.type}, from step "
         f"{training.step} of {training.total_steps}"
     )
-    with told(training) as callback:
+    with reporter(training) as callback:
         training.train(callback)
 
 

@@ -5,7 +5,6 @@ depends on is in the checkpoint; so a resumed run equals an uninterrupted one, o
 """
 
 import hashlib
-import math
 import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,51 +15,26 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor
 
-from xmoco.checkpoints import BackgroundSaver, Newest, load_checkpoint
+from xmoco.checkpoints import BackgroundSaver, Newest, SaveClock, load_checkpoint, reached_by
 from xmoco.config.optimizers import OptimConfig
 from xmoco.data import Batch, Batches
 from xmoco.data.unreadable import TooManyUnreadable
-from xmoco.distributed import consolidate_state_dict, largest_of_all, sum_over_processes
+from xmoco.distributed import consolidate_state_dict, largest_of_all
 from xmoco.errors import Interrupted, UserError
 from xmoco.fabric import Fabric
 from xmoco.schedules import Clock, Schedule
 from xmoco.task import Moment, StepOutput, Task
-from xmoco.train.bad_steps import BadStep, LossWatch, WayBack, too_many
+from xmoco.train.bad_steps import BadStep, BadSteps, DivergedError
+from xmoco.train.callback import Callback
 from xmoco.train.engine import on_first
-from xmoco.train.optimizers import build_optimizer, remembers_rightly
+from xmoco.train.means import RunningMeans
+from xmoco.train.optimizers import build_optimizer, never_decayed, remembers_rightly
 from xmoco.train.partners import watching
 from xmoco.train.run_folder import RunFolder
 from xmoco.train.step import build_stepper
 from xmoco.train.stopping import StopRequest
 
-CHECKPOINT_SHARE = 0.02  # of the time, at most, checkpoints at epoch ends are being written
 STEPS_BETWEEN_TALKS = 10  # of several processes, which have to agree when to save and to stop
-
-
-class Callback:
-    """What the loop tells as it goes: of epochs to every process, which may work together then, of
-    steps to the first only. This one is not interested.
-
-    A context manager: it is entered before the first step and left after the last.
-    """
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def on_step(self, step: int) -> None:
-        """``step`` steps are done."""
-
-    def on_values(self, step: int, epoch: float, values: Mapping[str, float]) -> None:
-        """Averages since the last time."""
-
-    def on_epoch(self, epoch: int, step: int) -> None:
-        """``epoch`` epochs are done."""
-
-    def on_note(self, text: str) -> None:
-        """Something happened that a person should know."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +75,6 @@ class Training:
     seconds: float = 0.0  # of training, over all sessions
     notes: list[str] = field(default_factory=list)
     """What a person should know of how it was restored."""
-    left_out: set[int] = field(default_factory=set)
-    """Bad steps."""
 
     def __post_init__(self) -> None:
         plan, device = self.plan, self.fabric.device
@@ -111,7 +83,9 @@ class Training:
         self.name_unreadable()
         self.task.optimize_for(device)
         self.task.to(memory_format=torch.channels_last)
-        optimizer = build_optimizer(plan.optim, self.task.param_groups(), device)
+        optimizer = build_optimizer(
+            plan.optim, self.task.param_groups(), device, never_decayed(self.task)
+        )
         model, self.optimizer = self.fabric.setup(self.task, optimizer)
         self.stepper = build_stepper(
             self.fabric,
@@ -122,7 +96,13 @@ class Training:
             plan.peak_rate,
             plan.accumulate,
         )
-        self.losses = LossWatch(self.fabric)
+        self.bad_steps = BadSteps(
+            self.fabric,
+            self.task,
+            self.optimizer.optimizer,
+            plan.skip_bad_steps,
+            self._diverged,
+        )
         self.saver = BackgroundSaver(self.run.checkpoints)
 
     @property
@@ -155,11 +135,13 @@ class Training:
             self.optimizer.load_state_dict(state["optimizer"] | {"param_groups": settings})
             if not remembers_rightly(self.optimizer.optimizer):
                 raise ValueError("not this optimiser's")
-            self.step, self.seconds, self.losses.level = _reached(state, self.total_steps)
+            reached = reached_by(state, self.total_steps)
         except (RuntimeError, LookupError, ValueError, TypeError, AttributeError):
             raise UserError(
                 f"{path} belongs to another configuration than {self.run.path}."
             ) from None
+        self.step, self.seconds = reached.step, reached.seconds
+        self.bad_steps.restore(reached.loss_level, reached.left_out)
         return True
 
     def _newest(self) -> Newest:
@@ -186,7 +168,8 @@ class Training:
             "identity": self.identity,
             "epoch": self.step / self.steps_per_epoch,  # for whoever judges an unfinished run
             "seconds": self.seconds,
-            "loss_level": self.losses.level,
+            "loss_level": self.bad_steps.losses.level,
+            "left_out": sorted(self.bad_steps.left_out),
             "task": self.task.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
@@ -194,9 +177,9 @@ class Training:
 
     def train(self, callback: Callback) -> None:
         """Take all steps that are left. Raises ``Interrupted``, saved, when asked to stop."""
-        means = _RunningMeans(self)
+        means, losses = RunningMeans(self.fabric, self.batches), self.bad_steps.losses
         log_every, epoch_length = self.plan.log_every, self.steps_per_epoch
-        saves = _SaveClock(self.plan.checkpoint_minutes * 60)
+        saves = SaveClock(self.plan.checkpoint_minutes * 60)
         self.task.train()
         before, started = self.seconds, time.perf_counter()
         with ExitStack() as stack:
@@ -206,7 +189,8 @@ class Training:
             stack.callback(self.saver.wait)
             stack.enter_context(self._short_memory_told())
             stream = stack.enter_context(_Stream(self.batches, self.step))
-            way_back = self._way_back()
+            stack.callback(self.bad_steps.forget)
+            self.bad_steps.remember(self.step)
             while not self.finished:
                 log = (self.step + 1) % log_every == 0 or self.step + 1 == self.total_steps
                 try:
@@ -216,26 +200,25 @@ class Training:
                     raise
                 if step is not None:
                     means.add(step)
-                    self.losses.add(self.step, self._loss_and_weights(step))
+                    self.bad_steps.add(self.step, step.loss)
                 self.seconds = before + time.perf_counter() - started
                 if self.fabric.is_global_zero:
                     callback.on_step(self.step)
                     self.saver.check()
                 epoch_over = self.step % epoch_length == 0
                 stopped_by, save = self._asked_for(stop, saves, epoch_over)
-                if log or epoch_over or save or stopped_by or self.losses.full:
-                    bad = self.losses.look()
+                if log or epoch_over or save or stopped_by or losses.full:
+                    bad = losses.look()
                     if bad is not None:
-                        self._leave_out(bad, way_back, callback)
+                        self._leave_out(bad, callback)
                         stream.begin(self.step)
                         means.begin()
                         continue
                     if log and step is not None:
-                        self.losses.note_level()
-                    way_back = None  # before the next one is made: two would take twice the memory
-                    way_back = self._way_back()
+                        losses.note_level()
+                    self.bad_steps.remember(self.step)
                 if log and means.steps:
-                    values = means.values({} if step is None else step.metrics)
+                    values = self._values(means, {} if step is None else step.metrics)
                     self._check_unreadable()
                     if self.fabric.is_global_zero:
                         callback.on_values(self.step, self.step / epoch_length, values)
@@ -259,9 +242,7 @@ class Training:
         where = f"after step {self.step} of {self.total_steps}"
         raise Interrupted(signal_number, where, self.resume_command)
 
-    def _asked_for(
-        self, stop: StopRequest, saves: "_SaveClock", epoch_over: bool
-    ) -> tuple[int, bool]:
+    def _asked_for(self, stop: StopRequest, saves: SaveClock, epoch_over: bool) -> tuple[int, bool]:
         """The signal that asks all to stop, or 0; and whether all are to save.
 
         Several processes agree on it now and then: each has heard its own signals, and the first
@@ -275,16 +256,33 @@ class Training:
         return asked[0], bool(asked[1]) or self.finished
 
     def _advance_or_leave_out(self, stream: Iterator[Batch], log: bool) -> StepOutput | None:
-        if self.step not in self.left_out:
+        if not self.bad_steps.skips(self.step):
             return self.advance(stream, with_metrics=log)
         self._next(stream)
         self.step += 1
         return None
 
+    def _leave_out(self, bad: BadStep, callback: Callback) -> None:
+        """Go back to before a bad step, and tell of it."""
+        self.step = self.bad_steps.leave_out(bad, self.step)
+        self.stepper.forget_graph()
+        note = f"{bad}: that step is skipped"
+        self.run.log(note)
+        if self.fabric.is_global_zero:
+            callback.on_note(note)
+
+    def _values(self, means: RunningMeans, metrics: Mapping[str, Tensor]) -> dict[str, float]:
+        """What is logged after a step."""
+        values = means.take(self.plan.batch)
+        values["learning_rate"] = self.stepper.scheduled_rate(self.clock(self.step - 1))
+        fill = self.task.fill_levels()
+        values |= {f"fill/{name}": share for name, share in fill.items()}
+        return values | {name: float(value) for name, value in metrics.items()}
+
     def _save_until_they_are_back(self, error: TooManyUnreadable) -> None:
         """Images that are on a disk which went away, say. Of several processes, others are in the
         middle of a step."""
-        if self.fabric.world_size == 1 and self.losses.look() is None:
+        if self.fabric.world_size == 1 and self.bad_steps.losses.look() is None:
             self.save()
             error.add(
                 f"The run is saved after step {self.step}; when they are back, go on with: "
@@ -302,41 +300,8 @@ class Training:
                 f"the device ran out of memory after step {self.step} ({reason}): "
                 f"{self.plan.to_save_memory}; {self._last_good()}."
             )
-            short.alone = self.fabric.world_size > 1  # others may have had enough
+            short.only_here = self.fabric.world_size > 1  # others may have had enough
             raise short from error
-
-    def _loss_and_weights(self, step: StepOutput) -> Tensor:
-        """The loss; or, where bad steps are left out, no number if the weights are none after this
-        step: a gradient may be none where the loss still was."""
-        if not self.plan.skip_bad_steps:
-            return step.loss
-        norms = torch._foreach_norm(list(self.task.parameters()))
-        return step.loss + 0.0 * torch.stack(norms).sum()
-
-    def _way_back(self) -> WayBack | None:
-        """A copy of what is good, if it may be needed."""
-        if not self.plan.skip_bad_steps:
-            return None
-        return WayBack(self.step, self.losses.level, self.task, self.optimizer.optimizer)
-
-    def _leave_out(self, bad: BadStep, way_back: WayBack | None, callback: Callback) -> None:
-        """Go back to before a bad step, which will be left out; without a way back it is the end.
-
-        Steps are functions of what they start from, so the others will be the same again.
-        """
-        if way_back is None:
-            raise self._diverged(str(bad), bad.step)
-        self.left_out.add(bad.step - 1)
-        if too_many(len(self.left_out), self.step):
-            raise self._diverged(
-                f"{bad}, and {len(self.left_out)} steps were skipped already", bad.step
-            )
-        way_back.go()
-        self.step, self.losses.level = way_back.step, way_back.level
-        note = f"{bad}: that step is skipped"
-        self.run.log(note)
-        if self.fabric.is_global_zero:
-            callback.on_note(note)
 
     def inputs(self, batch: Batch, step: int) -> Sequence[Tensor]:
         """What the task makes of this process's share of a step's batch."""
@@ -379,7 +344,7 @@ class Training:
         try:
             return next(stream)
         except UserError as error:
-            error.alone = True  # other processes may have had no trouble with their images
+            error.only_here = True  # other processes may have had no trouble with their images
             raise
 
     def _check_unreadable(self) -> None:
@@ -400,7 +365,7 @@ class Training:
         self.run.add_unreadable(found[self.unreadable_named :])
         self.unreadable_named = len(found)
 
-    def _diverged(self, what: str, step: int) -> "DivergedError":
+    def _diverged(self, what: str, step: int) -> DivergedError:
         sentence = f"{what}; {self._last_good()}: {self.plan.to_converge}, and start again."
         return DivergedError(sentence, step)
 
@@ -428,86 +393,3 @@ class _Stream(Iterator[Batch]):
 
     def __exit__(self, *error: object) -> None:
         self._now.close()
-
-
-def _reached(state: Mapping[str, Any], total_steps: int) -> tuple[int, float, float | None]:
-    """Step, seconds and level of the loss of a checkpoint, if they can be."""
-    step, seconds, level = state["step"], float(state["seconds"]), state.get("loss_level")
-    if type(step) is not int or not 0 <= step <= total_steps or not 0 <= seconds < math.inf:
-        raise ValueError("no moment of this run")
-    if level is not None and not 0 <= (level := float(level)) < math.inf:
-        raise ValueError("no level of losses")
-    return step, seconds, level
-
-
-class DivergedError(UserError):
-    """The loss or the weights are no longer numbers, at ``step``."""
-
-    def __init__(self, sentence: str, step: int) -> None:
-        super().__init__(sentence)
-        self.step = step
-
-
-class _RunningMeans:
-    """Averages of the loss terms and the speed since the last log line, fetched late."""
-
-    def __init__(self, training: Training) -> None:
-        self.training = training
-        self.begin()
-
-    def begin(self) -> None:
-        self.sums: dict[str, Tensor] = {}
-        self.steps = 0
-        self.started = time.perf_counter()
-        self.waited = self.training.batches.waited
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """What happens meanwhile is no training. The steps before it are: they are waited for."""
-        if self.training.fabric.device.type == "cuda":
-            torch.cuda.synchronize()
-        paused, waited = time.perf_counter(), self.training.batches.waited
-        yield
-        self.started += time.perf_counter() - paused
-        self.waited += self.training.batches.waited - waited
-
-    def add(self, step: StepOutput) -> None:
-        losses = {"loss": step.loss} | {f"loss/{name}": term for name, term in step.terms.items()}
-        for name, value in losses.items():
-            value = value.detach()
-            self.sums[name] = self.sums[name] + value if name in self.sums else value
-        self.steps += 1
-
-    def values(self, metrics: Mapping[str, Tensor]) -> dict[str, float]:
-        training = self.training
-        sums = sum_over_processes(torch.stack(list(self.sums.values()))).tolist()
-        count = self.steps * training.fabric.world_size
-        values = {name: total / count for name, total in zip(self.sums, sums, strict=True)}
-        clock = training.clock(training.step - 1)
-        values["learning_rate"] = training.stepper.scheduled_rate(clock)
-        seconds = time.perf_counter() - self.started  # the device is done: its sums are here
-        values["images_per_second"] = self.steps * training.plan.batch / seconds
-        values["waiting"] = (training.batches.waited - self.waited) / seconds
-        fill = training.task.fill_levels()
-        values |= {f"fill/{name}": share for name, share in fill.items()}
-        values |= {name: float(value) for name, value in metrics.items()}
-        self.begin()
-        return values
-
-
-class _SaveClock:
-    """When to write a checkpoint: every so many seconds, and at epoch ends unless epochs are so
-    short that one would be written for more than a small share of the time. That is done in the
-    background, but takes a core and the disk from whoever else wants them."""
-
-    def __init__(self, interval: float) -> None:
-        self.interval = interval
-        self.restart()
-
-    def restart(self) -> None:
-        self.last = time.perf_counter()
-
-    def due(self, epoch_over: bool, saver: BackgroundSaver) -> bool:
-        since = time.perf_counter() - self.last
-        cheap = not saver.busy and saver.seconds <= CHECKPOINT_SHARE * since
-        return since >= self.interval or (epoch_over and cheap)

@@ -1,10 +1,10 @@
 """Optimisers by their settings. Every rate is a multiple of the one scheduled rate."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, cast, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from xmoco.config.optimizers import AdamWConfig, LARSConfig, OptimConfig, SGDConfig
@@ -12,11 +12,15 @@ from xmoco.task import ParamGroup
 
 
 def build_optimizer(
-    settings: OptimConfig, groups: Sequence[ParamGroup], device: torch.device
+    settings: OptimConfig,
+    groups: Sequence[ParamGroup],
+    device: torch.device,
+    exempt: Collection[nn.Parameter] = (),
 ) -> Optimizer:
     """Each group has a ``rate_factor``, by which the loop multiplies the scheduled rate, or the
-    peak of it where it is not ``scheduled``."""
-    parts = _with_decay(groups, settings)
+    peak of it where it is not ``scheduled``. ``exempt`` do not decay where norms and biases do
+    not."""
+    parts = _with_decay(groups, settings, exempt)
     fused = device.type in ("cpu", "cuda")
     match settings:
         case SGDConfig():
@@ -45,6 +49,17 @@ def build_optimizer(
             )
 
 
+def never_decayed(task: nn.Module) -> set[nn.Parameter]:
+    """Tokens, positions and the like, of more than one dimension, that backbones of timm name."""
+    found = set()
+    for module in task.modules():
+        names: Callable[[], Collection[str]] | None = getattr(module, "no_weight_decay", None)
+        if names is not None:
+            own = dict(module.named_parameters())
+            found |= {own[name] for name in names() if name in own}
+    return found
+
+
 MEMORY: dict[type[Optimizer], frozenset[str]] = {
     torch.optim.SGD: frozenset({"momentum_buffer"}),
     torch.optim.AdamW: frozenset({"step", "exp_avg", "exp_avg_sq"}),
@@ -66,17 +81,19 @@ def remembers_rightly(optimizer: Optimizer) -> bool:
     )
 
 
-def _with_decay(groups: Sequence[ParamGroup], settings: OptimConfig) -> list[dict[str, Any]]:
+def _with_decay(
+    groups: Sequence[ParamGroup], settings: OptimConfig, exempt: Collection[nn.Parameter]
+) -> list[dict[str, Any]]:
     """The groups, cut in two where norms and biases (tensors of one dimension) do not decay.
 
     To those LARS does not adapt its steps either, as in SimCLR's, BYOL's and Barlow Twins'
     programs; SwAV's does both to all.
     """
-    apart = not settings.decay_norms_and_biases
+    apart, spared = not settings.decay_norms_and_biases, set(exempt)
     parts: list[dict[str, Any]] = []
     for parameters, factor, scheduled, decays in groups:
-        matrices = [p for p in parameters if p.ndim > 1 or not apart]
-        vectors = [p for p in parameters if p.ndim <= 1 and apart]
+        matrices = [p for p in parameters if not apart or (p.ndim > 1 and p not in spared)]
+        vectors = [p for p in parameters if apart and (p.ndim <= 1 or p in spared)]
         for members, decay, adapt in (
             (matrices, settings.weight_decay if decays else 0.0, True),
             (vectors, 0.0, False),

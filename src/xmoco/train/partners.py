@@ -54,7 +54,7 @@ def watching(fabric: Fabric, way_on: str = "") -> Iterator[None]:
             raise
         raise watch.lost_partner() from error
     except BaseException as error:
-        if not isinstance(error, UserError) or error.alone:
+        if not isinstance(error, UserError) or error.only_here:
             watch.tell_that_gone(fabric.global_rank)
         raise
     finally:
@@ -162,12 +162,12 @@ class _Watch(threading.Thread):
         )
         # One speaks for all; where the first is gone, one of each machine.
         instead = self.gone == 0 and (self.rank == 1 or self.local_rank == 0)
-        error.alone = self.rank == 0 or instead
+        error.only_here = self.rank == 0 or instead
         return error
 
     def _end(self) -> None:
         """While the process waits for one that will not answer."""
         error = self.lost_partner()
-        if error.alone:
+        if error.only_here:
             print(f"xmoco: {error}", file=sys.stderr, flush=True)
         os._exit(1)

@@ -65,6 +65,10 @@ class Stepper:
             for group in self.optimizer.param_groups
         ]
 
+    def forget_graph(self) -> None:
+        """What a step does is no longer what it did, as after going back to before a memory was
+        full. Only a replayed one would not notice."""
+
     def take(self, inputs: Sequence[Tensor], at: Values, with_metrics: bool = False) -> StepOutput:
         done = []
         parts = zip(*(tensor.chunk(self.parts) for tensor in inputs), strict=True)
@@ -112,6 +116,11 @@ class GraphedStepper(Stepper):
         if self.taken >= self.decide_after:
             return self._decide(inputs, at)
         return self.take(inputs, at)
+
+    def forget_graph(self) -> None:
+        """Another one may be recorded, when as much has been seen of what is done now."""
+        if self.graph is not None:
+            self.graph, self.decide_after = None, self.taken + WARM_UP
 
     def _replay(self, inputs: Sequence[Tensor]) -> StepOutput:
         for place, tensor in zip(self.recorded_inputs, inputs, strict=True):
@@ -187,8 +196,8 @@ def build_stepper(
     parts: int,
 ) -> Stepper:
     """One that may use CUDA graphs, where there is one GPU and nothing to talk to."""
-    alone = fabric.device.type == "cuda" and fabric.world_size == 1
-    kind = GraphedStepper if alone and parts == 1 and task.capturable else Stepper
+    one_gpu = fabric.device.type == "cuda" and fabric.world_size == 1
+    kind = GraphedStepper if one_gpu and parts == 1 and task.capturable else Stepper
     return kind(fabric, model, task, optimizer, learning_rate, peak_rate, parts)
 
 
