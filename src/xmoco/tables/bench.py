@@ -26,7 +26,6 @@ from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.weights import load_weights
 from xmoco.pretraining import identity_of, prepare_training
 from xmoco.records import Record, commit, machine, versions
-from xmoco.starting_weights import start_from_weights
 from xmoco.tables.columns import Column
 from xmoco.tables.images import Images
 from xmoco.tables.judging import Ended, Judge
@@ -150,9 +149,7 @@ class Bench:
             identity=identity_of(unwatched(config), self.images.fingerprints["train_fingerprint"]),
             resume_command=command,
         )
-        if not training.restore():  # whatever checkpoints there were
-            assert isinstance(training.task, Method)
-            start_from_weights(training.task, config)
+        training.restore()
         seconds, memory = training.seconds, run.path / "gpu_memory"
         course = Course.read(run.path / COURSE)
         if not training.finished:  # by the last checkpoint of one that was stopped
