@@ -201,3 +201,15 @@ def test_sessions_are_listed_and_the_first_one_started_the_run(
     file.write_text('{"started": "x", "sessions": 3}')
     run.write_environment()
     assert run.environment()["sessions"] == ["d"]
+
+
+def test_what_a_killed_session_left_half_written_is_removed_by_the_next(run: RunFolder) -> None:
+    half_written = run.path / ".environment.json.4711.part"
+    half_written.write_bytes(b"{")
+    run.lock()
+    assert [path.name for path in run.path.iterdir()] == ["config.yaml"]
+    half_written.write_bytes(b"{")  # by the one that holds the lock
+    with pytest.raises(UserError, match="another process is training"):
+        RunFolder(run.path).lock()
+    assert half_written.exists()
+    run.unlock()

@@ -125,6 +125,8 @@ class RunFolder:
         except OSError:
             self.unlock()
             raise UserError(f"another process is training in {self.path}: wait for it.") from None
+        for half_written in self.path.glob(".*.part"):  # by one that was killed
+            half_written.unlink(missing_ok=True)
 
     def unlock(self) -> None:
         if self._lock is not None:
