@@ -225,8 +225,8 @@ class _Job:
             found = self.found(detector, self.test)
             results = verdicts(self.test, found, self.design.masks)
             seconds = {
-                "training_seconds": round(training_seconds, 1),
-                "judging_seconds": round(time.perf_counter() - started, 1),
+                "training_seconds": round(training_seconds, 3),
+                "judging_seconds": round(time.perf_counter() - started, 3),
             }
             records = [
                 replace(record, protocol=record.protocol | seconds)
