@@ -28,10 +28,12 @@ from helpers import (
 )
 from xmoco.errors import UserError
 from xmoco.export import export, exporting, how_to_load, to_timm
+from xmoco.export.contents import Contents
 from xmoco.nn import checkpoint_formats
 from xmoco.nn.architectures import BACKBONES, TimmModel
 from xmoco.nn.backbone_files import BackboneCard, save_backbone
-from xmoco.nn.backbones import build_backbone
+from xmoco.nn.backbones import build_backbone, feature_size
+from xmoco.nn.classifier_files import ClassifierCard, load_classifier, save_classifier
 from xmoco.nn.weights import load_backbone, read_card
 
 CARD = BackboneCard(
@@ -126,7 +128,6 @@ def test_torchvision(name: str, request: pytest.FixtureRequest, tmp_path: Path) 
     assert_same_features(model.eval(), weights, side=64)
 
     advised = follow(how_to_load(weights, "torchvision", path))
-    advised.fc = nn.Identity()
     assert_same_features(advised.eval(), weights)
 
 
@@ -382,6 +383,112 @@ def test_onnx(tiny: Path, tmp_path: Path) -> None:
             assert_close(torch.from_numpy(found), load_backbone(tiny)(images), rtol=1e-4, atol=1e-4)
 
 
+# Classifiers
+
+
+CLASSES = ("cat's", "dog", "Kuh")
+
+
+def save_classes(run: Path) -> Path:
+    """A classifier on the backbone in ``run``, in a folder as of ``evaluate finetune``."""
+    backbone, folder = load_backbone(run), run.with_name(f"{run.name}-classes")
+    folder.mkdir(exist_ok=True)
+    save_classifier(
+        backbone,
+        nn.Linear(feature_size(backbone), len(CLASSES)),
+        ClassifierCard(classes=CLASSES, protocol="fine-tuned", data="pets", seed=0),
+        read_card(run)[0],
+        folder / "classifier.safetensors",
+    )
+    return folder
+
+
+@torch.no_grad()
+def assert_same_scores(found: Tensor, images: Tensor, weights: Path) -> None:
+    assert_close(found, load_classifier(weights)(images), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("to", "name"),
+    [
+        ("torchvision", "resnet18"),
+        ("torchvision", "tiny"),
+        ("timm", "resnet18"),
+        ("timm", "wide"),
+        *(("timm", name) for name in TIMM_MODELS),
+    ],
+)
+def test_classifiers(to: str, name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    if name in TIMM_MODELS:
+        weights = save_classes(save_lively(tmp_path / name, f"timm:{name}"))
+    else:
+        weights = save_classes(request.getfixturevalue(name))
+    path, images = export(weights, to, tmp_path / "model.pth"), random_images()
+    advice = how_to_load(weights, to, path)
+    names: dict[str, Any] = {}
+    exec(advice, names)
+    assert tuple(names["classes"]) == CLASSES
+    assert "strict" not in advice
+    assert any(kind.__module__.startswith(f"{to}.") for kind in type(names["model"]).__mro__)
+    with torch.no_grad():
+        assert_same_scores(names["model"](images), images, weights)
+
+
+def test_classifiers_to_onnx(tiny: Path, tmp_path: Path) -> None:
+    weights = save_classes(tiny)
+    path, images = export(weights, "onnx", tmp_path / "model.onnx"), random_images()
+    names: dict[str, Any] = {"images": images.numpy()}
+    exec(how_to_load(weights, "onnx", path), names)
+    assert tuple(names["classes"]) == CLASSES
+    assert_same_scores(torch.from_numpy(names["scores"]), images, weights)
+
+
+@pytest.mark.parametrize("to", ["torchvision", "timm", "onnx"])
+def test_the_backbone_of_a_classifier_alone(to: str, resnet18: Path) -> None:
+    run = save_classes(resnet18)
+    outcome = run_cli("export", run, "--to", to, "--backbone")
+    assert_done(outcome)
+    path = run / f"classifier{exporting.TARGETS[to].ending}"
+    advice = how_to_load(run, to, path, backbone_only=True)
+    assert advice in outcome.stdout
+    assert "classes = " not in advice
+    model = follow(advice)
+    if to == "onnx":
+        assert [output.name for output in model.get_outputs()] == ["features"]
+    else:
+        assert_same_features(model.eval(), resnet18)
+    path.unlink()
+
+
+def test_detectron2_gets_the_backbone_of_a_classifier_and_says_so(
+    resnet18: Path, tmp_path: Path
+) -> None:
+    run = save_classes(resnet18)
+    outcome = run_cli("export", run, "--to", "detectron2", "--out", tmp_path / "model.pkl")
+    assert_done(outcome)
+    said = "# the backbone without its classifier: detectron2 puts heads of its own on it\n"
+    assert said in outcome.stdout
+    content = pickle.loads((tmp_path / "model.pkl").read_bytes())["model"]
+    assert not any("fc" in name for name in content)
+    for weights, alone in ((run, True), (resnet18, False)):
+        assert said not in how_to_load(weights, "detectron2", "a.pkl", backbone_only=alone)
+
+
+def test_a_classifier_with_other_scores_is_not_kept(
+    resnet18: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, target = save_classes(resnet18), exporting.TARGETS["timm"]
+
+    def write(model: Any, contents: Contents, file: BinaryIO) -> None:
+        model.fc.bias.data += 0.1
+        target.write(model, contents, file)
+
+    monkeypatch.setitem(exporting.TARGETS, "timm", replace(target, write=write))
+    with pytest.raises(UserError, match="not kept: read back by timm, it gives scores that differ"):
+        export(run, "timm")
+    assert [path.name for path in run.iterdir()] == ["classifier.safetensors"]
+
+
 # Where files go, and that nothing but a checked file is left
 
 
@@ -471,17 +578,17 @@ def test_a_library_that_is_missing(
 # A product that is wrong
 
 
-Write = Callable[[ResNet, BackboneCard, BinaryIO], None]
+Write = Callable[[ResNet, Contents, BinaryIO], None]
 
 
 def spoiled(name: str, change: Callable[[Tensor], Tensor], write: Write) -> Write:
     """``write``, with one parameter changed on the way."""
 
-    def write_spoiled(backbone: ResNet, card: BackboneCard, file: BinaryIO) -> None:
-        other = build_backbone(card.backbone, card.stem)
+    def write_spoiled(backbone: ResNet, contents: Contents, file: BinaryIO) -> None:
+        other = build_backbone(contents.card.backbone, contents.card.stem)
         state = backbone.state_dict()
         other.load_state_dict(state | {name: change(state[name])})
-        write(other.eval(), card, file)
+        write(other.eval(), contents, file)
 
     return write_spoiled
 
@@ -528,8 +635,8 @@ def test_a_product_with_more_than_the_backbone_is_not_kept(
         def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:
             return self.state
 
-    def write(backbone: ResNet, card: BackboneCard, file: BinaryIO) -> None:
-        target.write(Fuller(backbone), card, file)
+    def write(backbone: ResNet, contents: Contents, file: BinaryIO) -> None:
+        target.write(Fuller(backbone), contents, file)
 
     monkeypatch.setitem(exporting.TARGETS, to, replace(target, write=write))
     with pytest.raises(UserError, match=f"{to} cannot read it back"):
@@ -539,7 +646,7 @@ def test_a_product_with_more_than_the_backbone_is_not_kept(
 
 def test_features_of_another_shape_or_no_numbers_are_refused() -> None:
     expected = torch.ones(2, 4)
-    exporting._compare(expected * (1 + 5e-5), expected, "it gives")
+    exporting._compare(expected * (1 + 5e-5), expected, "it gives features")
     for found in (torch.ones(2, 5), expected * (1 + 2e-4), torch.full((2, 4), torch.nan)):
-        with pytest.raises(UserError, match="it gives features"):
-            exporting._compare(found, expected, "it gives")
+        with pytest.raises(UserError, match=r"it gives features (of shape|that differ)"):
+            exporting._compare(found, expected, "it gives features")

@@ -189,18 +189,27 @@ def export(
             "model and schedule of `xmoco evaluate detect`."
         ),
     ] = None,
+    backbone: Annotated[
+        bool,
+        typer.Option(
+            "--backbone",
+            help="Of a classifier (from `xmoco evaluate finetune` or `linear`), export the "
+            "backbone alone. Detectron2 always gets the backbone.",
+        ),
+    ] = False,
 ) -> None:
-    """Convert weights for another library.
+    """Convert weights for another library: a backbone, or a classifier with its classes.
 
-    The new file is read back and kept only if it gives the same features.
+    The new file is read back and kept only if it gives the same features or scores.
     """
     from xmoco.export import export as write_export
     from xmoco.export import how_to_load
 
-    path = write_export(weights, to, out, configs)
+    path = write_export(weights, to, out, configs, backbone_only=backbone)
     if configs is not None:
         print_plain(f"configs  {configs}")
-    print_plain(f"weights  {path}\n\n{how_to_load(weights, to, path)}")
+    how = how_to_load(weights, to, path, backbone_only=backbone)
+    print_plain(f"weights  {path}\n\n{how}")
 
 
 @app.command(

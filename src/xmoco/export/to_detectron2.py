@@ -1,5 +1,7 @@
 """For Detectron2: a pickle of numpy arrays under its names (stem, res2 … res5), without fc.
 
+Of a classifier it is the backbone, as Detectron2 puts heads of its own on it.
+
 It is the format that MoCo's detection experiments read; Detectron2 finds its backbone by the ends
 of the names (``matching_heuristics``). Detectron2 is not on the package index, so the file is read
 back by a forward pass written from Detectron2's own rules for names, strides and shortcuts.
@@ -15,6 +17,7 @@ import yaml
 from torch import Tensor, nn
 
 from xmoco.errors import UserError
+from xmoco.export.contents import Contents
 from xmoco.export.names import renamed
 from xmoco.nn.architectures import BACKBONES, Architecture
 from xmoco.nn.backbone_files import BackboneCard
@@ -32,17 +35,17 @@ DEPTHS = (18, 34, 50, 101, 152)
 """Of the ResNets that Detectron2 builds."""
 
 
-def write(backbone: nn.Module, card: BackboneCard, file: BinaryIO) -> None:
-    architecture_of(card)  # refuses what Detectron2 cannot build
+def write(backbone: nn.Module, contents: Contents, file: BinaryIO) -> None:
+    architecture_of(contents.card)  # refuses what Detectron2 cannot build
     arrays = {name: value.numpy() for name, value in renamed(backbone.state_dict(), NAMES).items()}
     pickle.dump({"model": arrays, "__author__": "xmoco", "matching_heuristics": True}, file)
 
 
-def features(path: Path, card: BackboneCard, images: Tensor) -> Tensor:
+def outputs(path: Path, contents: Contents, images: Tensor) -> Tensor:
     with path.open("rb") as file:
         arrays = pickle.load(file)["model"]
     left = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    architecture = architecture_of(card)
+    architecture = architecture_of(contents.card)
 
     def conv(x: Tensor, name: str, stride: int = 1) -> Tensor:
         kernel = left.pop(f"{name}.weight")
@@ -94,8 +97,9 @@ def settings_of(card: BackboneCard, path: Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def loading(path: Path, card: BackboneCard) -> str:
-    lines = yaml.safe_dump(settings_of(card, path), sort_keys=False, default_flow_style=None)
+def loading(path: Path, contents: Contents) -> str:
+    settings = settings_of(contents.card, path)
+    lines = yaml.safe_dump(settings, sort_keys=False, default_flow_style=None)
     return lines.rstrip()
 
 

@@ -90,17 +90,12 @@ def load_classifier(weights: str | Path) -> nn.Module:
 
 def read_classifier(weights: str | Path) -> tuple[nn.Module, ClassifierCard, BackboneCard]:
     path = _file(Path(weights))
-    told = (own_header(path) or {}).get(CLASSIFIER)
-    if told is None:
+    card = classifier_card(own_header(path), path)
+    if card is None:
         raise UserError(
             f"{path} holds no classifier of xmoco: `xmoco evaluate finetune` makes one of a "
             "backbone."
         )
-    try:
-        card = ClassifierCard.model_validate(told)
-    except ValidationError as error:
-        place = printable(".".join(map(str, error.errors()[0]["loc"])) or CLASSIFIER)
-        raise UserError(f"{path} has an invalid header: {place}.") from None
     loaded, tensors = load_weights(path), read_tensors(path)
     name = HEADS[not isinstance(loaded.backbone, ResNet)]
     parts = {kind: tensors.get(f"{name}.{kind}") for kind in ("weight", "bias")}
@@ -113,6 +108,18 @@ def read_classifier(weights: str | Path) -> tuple[nn.Module, ClassifierCard, Bac
     classifier: Any = assembled(loaded.backbone, head)
     classifier.classes = card.classes
     return classifier.eval(), card, loaded.card
+
+
+def classifier_card(header: dict[str, Any] | None, path: Path) -> ClassifierCard | None:
+    """What the header of a file tells of a classifier, if there is one."""
+    told = (header or {}).get(CLASSIFIER)
+    if told is None:
+        return None
+    try:
+        return ClassifierCard.model_validate(told)
+    except ValidationError as error:
+        place = printable(".".join(map(str, error.errors()[0]["loc"])) or CLASSIFIER)
+        raise UserError(f"{path} has an invalid header: {place}.") from None
 
 
 def _file(path: Path) -> Path:

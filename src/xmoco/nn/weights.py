@@ -223,10 +223,16 @@ def read_card(weights: str | Path) -> tuple[BackboneCard, Path]:
 
     Only our own files have a card to read; that of other weights is found out by loading them.
     """
-    named = named_model(weights)
-    path = Path(weights) if named else _weights_file(weights)[0]
-    header = None if named or _is_pickle(path) else own_header(path)
+    header, path = read_header(weights)
     return load_weights(path).card if header is None else card_of(header, path), path
+
+
+def read_header(weights: str | Path) -> tuple[dict[str, Any] | None, Path]:
+    """What stands in the header of our own files, None of other weights; and where they are."""
+    if named_model(weights):
+        return None, Path(weights)
+    path = _weights_file(weights)[0]
+    return None if _is_pickle(path) else own_header(path), path
 
 
 def _weights_file(weights: str | Path) -> tuple[Path, list[str]]:
