@@ -27,7 +27,7 @@ from helpers import (
     run_cli,
 )
 from xmoco.errors import UserError
-from xmoco.export import export, exporting, how_to_load, to_timm
+from xmoco.export import export, exporting, how_to_load, to_onnx, to_timm
 from xmoco.export.contents import Contents
 from xmoco.nn import checkpoint_formats
 from xmoco.nn.architectures import BACKBONES, TimmModel
@@ -353,14 +353,60 @@ def test_detectron2_configuration(backbone: str, resnets: tuple[int, ...], tmp_p
 # ONNX
 
 
-def test_onnx_takes_images_of_the_size_that_evaluations_show(tmp_path: Path) -> None:
-    card = replace(CARD, backbone="tiny", stem="cifar", eval_size=40)
+@pytest.mark.parametrize(
+    ("name", "sides"),
+    [
+        ("resnet18", ["height", "width"]),
+        ("tiny", ["height", "width"]),
+        ("timm:test_convnext", ["height", "width"]),
+        ("timm:test_efficientnet", ["height", "width"]),
+        ("timm:test_vit", [48, 48]),
+    ],
+)
+def test_convolutional_networks_take_images_of_any_size_in_onnx(
+    name: str, sides: list[object], tmp_path: Path
+) -> None:
+    card = replace(CARD, backbone=name, size=48)
+    weights = tmp_path / "backbone.safetensors"
+    save_backbone(build_backbone(name, size=48), card, weights)
+    path = export(weights, "onnx", tmp_path / "model.onnx")
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    assert session.get_inputs()[0].shape == ["batch", 3, *sides]
+    if sides == ["height", "width"]:
+        images = torch.randn(1, 3, 32, 57)
+        (found,) = session.run(None, {"images": images.numpy()})
+        with torch.no_grad():
+            expected = load_backbone(weights)(images)
+        assert_close(torch.from_numpy(found), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_padding_as_tensorflows_keeps_the_size_fixed() -> None:
+    """As torch's exporter takes minutes for it."""
+    card = replace(CARD, backbone="timm:tf_efficientnet_b0")
+    assert not to_onnx.takes_any_size(build_backbone(card.backbone), card)
+
+
+@pytest.mark.parametrize("eval_size", [24, 40])
+def test_onnx_is_for_the_size_that_evaluations_show(eval_size: int, tmp_path: Path) -> None:
+    card = replace(CARD, backbone="tiny", stem="cifar", eval_size=eval_size)
     weights = tmp_path / "backbone.safetensors"
     save_backbone(build_backbone("tiny", "cifar"), card, weights)
     path = export(weights, "onnx", tmp_path / "model.onnx")
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    assert session.get_inputs()[0].shape[1:] == [3, 40, 40]
-    assert "images of 40 × 40" in how_to_load(weights, "onnx", path)
+    assert f"images of {eval_size} × {eval_size}" in how_to_load(weights, "onnx", path)
+
+
+def test_a_product_that_differs_at_a_second_size_is_not_kept(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = exporting.TARGETS["torchvision"]
+
+    def outputs(path: Path, contents: Contents, images: Tensor) -> Tensor:
+        return target.outputs(path, contents, images[..., :32, :32])
+
+    monkeypatch.setitem(exporting.TARGETS, "torchvision", replace(target, outputs=outputs))
+    with pytest.raises(UserError, match="not kept: read back by torchvision, it gives features"):
+        export(tiny, "torchvision")
+    assert [path.name for path in tiny.iterdir()] == ["backbone.safetensors"]
 
 
 def test_onnx(tiny: Path, tmp_path: Path) -> None:

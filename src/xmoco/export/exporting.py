@@ -2,7 +2,8 @@
 
 An export that does not give the network's own outputs is worth nothing, and nobody would notice
 for weeks. So the file gets its name only after the target's loader has read it and has computed,
-from random images, the features of the original backbone or the scores of the original classifier.
+from random images of one size or two, the features of the original backbone or the scores of the
+original classifier.
 """
 
 import importlib
@@ -96,10 +97,13 @@ def export(
 
     model = load_classifier(source) if contents.classes else load_backbone(source)
     side = contents.card.input().central_size
-    images = torch.randn(3, 3, side, side, generator=torch.Generator().manual_seed(0))
+    random = torch.Generator().manual_seed(0)
+    tests = [torch.randn(3, 3, side, side, generator=random)]
+    if to_onnx.takes_any_size(model, contents.card):
+        tests.append(torch.randn(2, 3, side + 32, side + 64, generator=random))
     with torch.no_grad():
-        expected: Tensor = model(images)
-    if not expected.isfinite().all():
+        expected: list[Tensor] = [model(images) for images in tests]
+    if not all(outputs.isfinite().all() for outputs in expected):
         raise UserError(
             f"the network in {source} gives {contents.outputs} that are NaN or infinite."
         )
@@ -109,12 +113,13 @@ def export(
         file.flush()
         try:
             with torch.no_grad():
-                found = target.outputs(Path(file.name), contents, images)
+                found = [target.outputs(Path(file.name), contents, images) for images in tests]
         except Exception as error:  # whatever a foreign loader may say
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise UserError(f"{path} was not kept: {to} cannot read it back ({reason}).") from error
-        given = f"{path} was not kept: read back by {to}, it gives {contents.outputs}"
-        _compare(found, expected, given)
+        sentence = f"{path} was not kept: read back by {to}, it gives {contents.outputs}"
+        for theirs, ours in zip(found, expected, strict=True):
+            _compare(theirs, ours, sentence)
 
     with nullcontext() if configs is None else _new_folder(Path(configs)):
         write_whole(path, write_and_check)

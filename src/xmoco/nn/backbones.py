@@ -111,6 +111,8 @@ class _SizeCheck:
         self.suits: set[tuple[int, ...]] = set()
 
     def __call__(self, model: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if torch.compiler.is_exporting():
+            return  # sizes may be symbols then
         size = tuple(inputs[0].shape[2:])
         if size not in self.suits:
             _try(self.name, model, inputs[0].new_zeros(1, 3, *size))
