@@ -504,6 +504,28 @@ def test_a_wrong_evaluation(
     assert fingerprint(here) == before
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--grid", "small"],
+        ["--grid", "paper"],  # the default, but given
+        ["--out", "grid"],
+        ["--seed", "1"],
+        ["--precision", "bf16"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("mode", [[], ["--mode", "frozen"]], ids=" ".join)
+def test_frozen_transfer_takes_no_option_of_training(
+    here: Path, finished: Path, images: Path, mode: list[str], option: list[str]
+) -> None:
+    before = fingerprint(here)
+    outcome = run_cli("evaluate", "transfer", finished, images, *mode, *option)
+    reason = f"{option[0]} is for end-to-end transfer only: leave it out, or give --mode end-to-end"
+    assert_refused(outcome, reason)
+    assert fingerprint(here) == before
+
+
 def test_evaluating_an_unfinished_run(here: Path, run: Path, images: Path) -> None:
     (run / "backbone.safetensors").unlink()
     outcome = run_cli("evaluate", "knn", run, images)

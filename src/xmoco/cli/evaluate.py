@@ -1,32 +1,28 @@
 """The commands ``xmoco evaluate …``: arguments in, records shown and kept; no logic."""
 
-import shlex
-import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from xmoco.cli.options import (
+    PIXELS,
+    PROCESSES,
+    SETS,
     Batch,
     Cache,
     Device,
-    Devices,
-    Download,
-    EvalSize,
     HeadRate,
     Labelled,
     LabelledData,
     Mean,
-    Nodes,
     Out,
-    Precision,
     RecordsFile,
-    Root,
     Seed,
-    Size,
     Std,
     Weights,
+    takes_eval_options,
 )
 from xmoco.cli.output import progress_bars, show_classification, show_detection, show_records
 
@@ -43,6 +39,29 @@ HeldOut = Annotated[
     ),
 ]
 
+END_TO_END = PROCESSES | {
+    "devices": Annotated[
+        int,
+        typer.Option(
+            help="Number of processes, one device each, among which every batch is split; "
+            "end-to-end only. Each uses the batch statistics of its own part."
+        ),
+    ],
+    "precision": Annotated[
+        str,
+        typer.Option(help="`fp32` or `bf16`, end-to-end only; frozen features always use `fp32`."),
+    ],
+}
+DETECTION = PROCESSES | {
+    "devices": Annotated[
+        int,
+        typer.Option(
+            help="Number of processes, one device each, among which every batch is split. On CUDA, "
+            "batch statistics are synchronised."
+        ),
+    ]
+}
+
 evaluate = typer.Typer(
     help="Evaluate a backbone by kNN, linear classification, fine-tuning, transfer or detection.",
     no_args_is_help=True,
@@ -54,6 +73,7 @@ evaluate = typer.Typer(
     "`xmoco evaluate knn runs/demo/xmoco patterns`\n\n"
     "`xmoco evaluate knn backbone.safetensors photos/ --k 20`"
 )
+@takes_eval_options(**PIXELS, device=Device, **SETS, cache=Cache)
 def knn(
     weights: Weights,
     data: LabelledData,
@@ -70,15 +90,8 @@ def knn(
             help="A neighbour's vote has the weight exp(cosine similarity / temperature)."
         ),
     ] = 0.1,
-    size: Size = None,
-    eval_size: EvalSize = None,
-    mean: Mean = None,
-    std: Std = None,
-    labelled: Labelled = None,
-    device: Device = "auto",
-    root: Root = "data",
-    download: Download = False,
-    cache: Cache = True,
+    *,
+    options: "EvalOptions",
     records: RecordsFile = None,
 ) -> None:
     """Weighted k-nearest-neighbour accuracy on frozen features.
@@ -94,17 +107,7 @@ def knn(
             data,
             ks=k or (10, 20, 100, 200),
             temperature=temperature,
-            options=_eval_options(
-                cache,
-                device=device,
-                root=root,
-                download=download,
-                size=size,
-                eval_size=eval_size,
-                mean=mean,
-                std=std,
-                labelled=labelled,
-            ),
+            options=options,
             listener=listener,
         )
     rows = [(f"top-1, k = {record.protocol['k']}", record) for record in found]
@@ -116,6 +119,7 @@ def knn(
     "`xmoco evaluate linear runs/cifar10 torchvision:CIFAR10 --preset moco`\n\n"
     "`xmoco evaluate linear moco_v2_800ep.pth.tar imagenet/ --devices 8 --precision bf16`"
 )
+@takes_eval_options(**PIXELS, device=Device, **PROCESSES, **SETS)
 def linear(
     weights: Weights,
     data: LabelledData,
@@ -137,17 +141,8 @@ def linear(
     held_out: HeldOut = None,
     seed: Seed = 0,
     out: Out = None,
-    size: Size = None,
-    eval_size: EvalSize = None,
-    mean: Mean = None,
-    std: Std = None,
-    labelled: Labelled = None,
-    device: Device = "auto",
-    devices: Devices = 1,
-    nodes: Nodes = 1,
-    precision: Precision = "fp32",
-    root: Root = "data",
-    download: Download = False,
+    *,
+    options: "EvalOptions",
     records: RecordsFile = None,
 ) -> None:
     """Accuracy of a linear classifier on the frozen backbone.
@@ -156,19 +151,6 @@ def linear(
     """
     from xmoco.evaluate.classification import evaluate_linear
 
-    options = _eval_options(
-        device=device,
-        devices=devices,
-        nodes=nodes,
-        precision=precision,
-        root=root,
-        download=download,
-        size=size,
-        eval_size=eval_size,
-        mean=mean,
-        std=std,
-        labelled=labelled,
-    )
     with progress_bars() as listener:
         found = evaluate_linear(
             weights,
@@ -189,6 +171,7 @@ def linear(
 @evaluate.command(
     epilog="Example: `xmoco evaluate finetune runs/cifar10 torchvision:CIFAR10 --fraction 0.1`"
 )
+@takes_eval_options(**PIXELS, device=Device, **PROCESSES, **SETS)
 def finetune(
     weights: Weights,
     data: LabelledData,
@@ -215,35 +198,13 @@ def finetune(
     held_out: HeldOut = None,
     seed: Seed = 0,
     out: Out = None,
-    size: Size = None,
-    eval_size: EvalSize = None,
-    mean: Mean = None,
-    std: Std = None,
-    labelled: Labelled = None,
-    device: Device = "auto",
-    devices: Devices = 1,
-    nodes: Nodes = 1,
-    precision: Precision = "fp32",
-    root: Root = "data",
-    download: Download = False,
+    *,
+    options: "EvalOptions",
     records: RecordsFile = None,
 ) -> None:
     """Accuracy after fine-tuning the whole network on all labels or a fraction of them."""
     from xmoco.evaluate.classification import evaluate_finetune
 
-    options = _eval_options(
-        device=device,
-        devices=devices,
-        nodes=nodes,
-        precision=precision,
-        root=root,
-        download=download,
-        size=size,
-        eval_size=eval_size,
-        mean=mean,
-        std=std,
-        labelled=labelled,
-    )
     with progress_bars() as listener:
         found = evaluate_finetune(
             weights,
@@ -267,7 +228,9 @@ def finetune(
     "`xmoco evaluate transfer runs/imagenet pets flowers --records transfer.jsonl`\n\n"
     "`xmoco evaluate transfer runs/imagenet photos/ --mode end-to-end --grid small`"
 )
+@takes_eval_options(**PIXELS, device=Device, **END_TO_END, **SETS, cache=Cache)
 def transfer(
+    context: typer.Context,
     weights: Weights,
     data: Annotated[
         list[str],
@@ -313,27 +276,8 @@ def transfer(
             help="Random seed of image order, crops and initial weights, end-to-end only."
         ),
     ] = 0,
-    size: Size = None,
-    eval_size: EvalSize = None,
-    mean: Mean = None,
-    std: Std = None,
-    labelled: Labelled = None,
-    device: Device = "auto",
-    devices: Annotated[
-        int,
-        typer.Option(
-            help="Number of processes, one device each, among which every batch is split; "
-            "end-to-end only. Each uses the batch statistics of its own part."
-        ),
-    ] = 1,
-    nodes: Nodes = 1,
-    precision: Annotated[
-        str,
-        typer.Option(help="`fp32` or `bf16`, end-to-end only; frozen features always use `fp32`."),
-    ] = "fp32",
-    root: Root = "data",
-    download: Download = False,
-    cache: Cache = True,
+    *,
+    options: "EvalOptions",
     records: RecordsFile = None,
 ) -> None:
     """Accuracy on other data sets: the paper's ten, or your own images.
@@ -344,23 +288,13 @@ def transfer(
     from xmoco.data.transfer_sets import TRANSFER_SETS, open_transfer_sets
     from xmoco.evaluate.transfer import evaluate_transfer
 
-    options = _eval_options(
-        cache,
-        device=device,
-        devices=devices,
-        nodes=nodes,
-        precision=precision,
-        root=root,
-        download=download,
-        size=size,
-        eval_size=eval_size,
-        mean=mean,
-        std=std,
-        labelled=labelled,
-    )
+    if mode == "frozen":
+        _refuse_options_of_training(context)
     names = [name for given in data for name in (TRANSFER_SETS if given == "all" else [given])]
     # All are opened first: a mistake in the last should not come out hours later.
-    for images in open_transfer_sets(names, root=root, download=download, metric=metric):
+    for images in open_transfer_sets(
+        names, root=options.root, download=options.download, metric=metric
+    ):
         with progress_bars() as listener:
             record = evaluate_transfer(
                 weights,
@@ -384,6 +318,7 @@ def transfer(
     "`xmoco evaluate detect runs/imagenet VOCdevkit/ --model faster-rcnn-c4 --schedule voc-24k "
     "--seeds 5`"
 )
+@takes_eval_options(mean=Mean, std=Std, labelled=Labelled, device=Device, **DETECTION)
 def detect(
     weights: Annotated[
         str,
@@ -453,19 +388,8 @@ def detect(
             "images and settings."
         ),
     ] = None,
-    mean: Mean = None,
-    std: Std = None,
-    labelled: Labelled = None,
-    device: Device = "auto",
-    devices: Annotated[
-        int,
-        typer.Option(
-            help="Number of processes, one device each, among which every batch is split. On CUDA, "
-            "batch statistics are synchronised."
-        ),
-    ] = 1,
-    nodes: Nodes = 1,
-    precision: Precision = "fp32",
+    *,
+    options: "EvalOptions",
     records: RecordsFile = None,
 ) -> None:
     """Average precision of an object detector that is fine-tuned on the backbone.
@@ -475,16 +399,6 @@ def detect(
     """
     from xmoco.detect.evaluation import evaluate_detect, summary
 
-    options = _eval_options(
-        device=device,
-        devices=devices,
-        nodes=nodes,
-        precision=precision,
-        size=size,
-        mean=mean,
-        std=std,
-        labelled=labelled,
-    )
     with progress_bars() as listener:
         found = evaluate_detect(
             weights,
@@ -495,18 +409,20 @@ def detect(
             batch=batch,
             looks=looks,
             out=out,
-            options=options,
+            options=replace(options, size=size),
             listener=listener,
         )
     show_detection(found, summary(found), records)
 
 
-def _eval_options(cache: bool = False, **given: Any) -> "EvalOptions":
-    from xmoco.evaluate.cache import default_cache
-    from xmoco.evaluate.evaluation import EvalOptions
+def _refuse_options_of_training(context: typer.Context) -> None:
+    """Options of ``transfer`` that have no effect on frozen features, which train no backbone."""
+    from xmoco.errors import UserError
 
-    return EvalOptions(
-        cache=default_cache() if cache else None,
-        command=shlex.join(["xmoco", *sys.argv[1:]]),
-        **given,
-    )
+    for name in ("grid", "out", "seed", "precision"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise UserError(
+                f"--{name} is for end-to-end transfer only: leave it out, or give "
+                "--mode end-to-end."
+            )

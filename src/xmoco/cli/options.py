@@ -1,6 +1,11 @@
 """Arguments and options that several commands have."""
 
+import functools
+import inspect
 import os
+import shlex
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -176,3 +181,51 @@ RecordsFile = Annotated[
         help="Append the results, with their protocol, to this .jsonl file.",
     ),
 ]
+
+# Groups of options, by the names that ``EvalOptions`` has for them.
+PIXELS = {"size": Size, "eval_size": EvalSize, "mean": Mean, "std": Std, "labelled": Labelled}
+PROCESSES = {"devices": Devices, "nodes": Nodes, "precision": Precision}
+SETS = {"root": Root, "download": Download}
+# Those of ``EvalOptions``, whose module loads torch, for which the help should not wait.
+DEFAULTS: dict[str, Any] = {
+    "device": "auto",
+    "devices": 1,
+    "nodes": 1,
+    "precision": "fp32",
+    "root": "data",
+    "download": False,
+    "cache": True,
+}
+
+
+def takes_eval_options(**options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The command line has these options in place of the parameter ``options`` of a command, which
+    gets an ``EvalOptions`` made of them."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**given: Any) -> None:
+            from xmoco.evaluate.cache import default_cache
+            from xmoco.evaluate.evaluation import EvalOptions
+
+            chosen = {name: given.pop(name) for name in options}
+            if "cache" in chosen:
+                chosen["cache"] = default_cache() if chosen["cache"] else None
+            called = shlex.join(["xmoco", *sys.argv[1:]])
+            command(**given, options=EvalOptions(**chosen, command=called))
+
+        parameters: list[inspect.Parameter] = []
+        for parameter in inspect.signature(command).parameters.values():
+            if parameter.name == "options":
+                parameters += [
+                    parameter.replace(name=name, annotation=kind, default=DEFAULTS.get(name))
+                    for name, kind in options.items()
+                ]
+            else:
+                parameters.append(parameter)
+        # Typer reads both.
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
