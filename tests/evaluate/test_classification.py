@@ -575,3 +575,45 @@ def test_knn_at_another_size_from_the_command_line(weights: Path, two_splits: Pa
     outcome = run_cli("evaluate", "knn", weights, two_splits, "--eval-size", "24", "--no-cache")
     assert outcome.status == 0, outcome.stderr
     assert "24 px" in outcome.stdout
+
+
+def test_images_that_cannot_be_read_do_not_vote_for_their_neighbours(
+    weights: Path, tmp_path: Path
+) -> None:
+    """Another image in its place would find itself: here, no other is of the own class."""
+    images = make_images(tmp_path / "each-alone", each=1, classes=12)
+    for number in (2, 5, 8):
+        (images / f"class{number}" / "000.png").write_bytes(b"broken")
+    heard = []
+    for _ in range(2):  # the second time from the cache
+        ear = Ear()
+        (record,) = xmoco.evaluate_knn(
+            weights, images, ks=(1,), options=EvalOptions(cache=tmp_path / "cache"), listener=ear
+        )
+        protocol = record.protocol
+        assert record.value == 0
+        assert (protocol["bank_images"], protocol["judged_images"]) == (9, 9)
+        assert (protocol["voters"], protocol["unreadable"]) == (1, 3)
+        heard.append(ear.heard)
+    assert heard[0] == heard[1]
+    assert sum("cannot be read" in said and "it is left out" in said for said in heard[0]) == 3
+
+
+@pytest.mark.parametrize("function", [xmoco.evaluate_knn, xmoco.evaluate_finetune])
+def test_no_test_image_is_judged_in_place_of_another(
+    weights: Path, two_splits: Path, function: Callable
+) -> None:
+    (two_splits / "val" / "class1" / "003.png").write_bytes(b"broken")
+    (two_splits / "train" / "class1" / "003.png").write_bytes(b"broken")
+    course = {"ks": (1,)} if function is xmoco.evaluate_knn else {"epochs": 1}
+    ear = Ear()
+    record, *_ = function(weights, two_splits, listener=ear, **course)
+    assert record.protocol["judged_images"] == 15
+    in_training, in_test = (said for said in ear.heard if "cannot be read" in said)
+    assert in_test.endswith("; it is left out.")
+    if function is xmoco.evaluate_knn:
+        assert in_training.endswith("; it is left out.")
+        assert (record.protocol["bank_images"], record.protocol["unreadable"]) == (31, 2)
+    else:
+        assert in_training.endswith("; another image takes its place.")
+        assert record.protocol["unreadable"] == 1

@@ -22,7 +22,7 @@ def verdicts(said: list[int], labels: list[int], sure: list[float] | None = None
     """With so much of the score, before softmax, on what is said."""
     scores = torch.zeros(len(said), len(CLASSES))
     scores[torch.arange(len(said)), said] = torch.tensor(sure or [1.0] * len(said))
-    return Verdicts(scores, torch.tensor(labels), CLASSES)
+    return Verdicts(scores, torch.tensor(labels), torch.arange(len(labels)), CLASSES)
 
 
 def images(count: int) -> ArrayImages:
@@ -33,7 +33,8 @@ def images(count: int) -> ArrayImages:
 def test_confusion_is_that_of_scikit_learn() -> None:
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(3, (200,), generator=generator)
-    found = Verdicts(torch.randn(200, 3, generator=generator), labels, CLASSES)
+    scores = torch.randn(200, 3, generator=generator)
+    found = Verdicts(scores, labels, torch.arange(200), CLASSES)
     expected = confusion_matrix(labels, found.said, labels=[0, 1, 2])
     np.testing.assert_array_equal(found.confusion, expected)
 
@@ -110,7 +111,7 @@ def test_of_many_classes_the_weakest_are_shown_and_the_others_folded(
     labels = torch.arange(40)
     scores = torch.eye(40)
     scores[39] = scores[0]  # the last one is mistaken, and so the first to be shown
-    text, _ = page(tmp_path, Verdicts(scores, labels, names), monkeypatch)
+    text, _ = page(tmp_path, Verdicts(scores, labels, labels, names), monkeypatch)
     before, _, folded = text.partition("<summary>the other 20 classes</summary>")
     assert before.count("<tr><td>") == folded.count("<tr><td>") == 20
     assert re.findall(r"<tr><td>([^<]*)</td>", before)[0] == "class 39"

@@ -27,10 +27,12 @@ from xmoco.evaluate.classify import (
 from xmoco.evaluate.evaluation import (
     EvalOptions,
     Evaluation,
+    Judged,
     Listener,
     check_seed,
     labelled_splits,
 )
+from xmoco.evaluate.features import unreadable_fact
 from xmoco.evaluate.knn import knn_accuracy, voters
 from xmoco.evaluate.metrics import top_k
 from xmoco.nn.architectures import timm_name
@@ -71,7 +73,8 @@ def evaluate_knn(
     assert bank.labels is not None
     if test is None:
         _tell_of_single_images(evaluation, train, bank.labels)
-    most = voters(max(ks), len(train), alone=test is None)
+    bank_images, judged_images = len(bank.places), len((asked or bank).places)
+    most = voters(max(ks), bank_images, alone=test is None)
     if limited := [f"{k:,}" for k in sorted(set(ks)) if k > most]:
         evaluation.listener.say(
             f"only {most:,} images can vote: for k = {' and '.join(limited)} these are all."
@@ -96,10 +99,14 @@ def evaluate_knn(
             judged=(test or train).name,
             features="backbone",
             k=k,
-            voters=voters(k, len(train), alone=test is None),
+            voters=voters(k, bank_images, alone=test is None),
             temperature=temperature,
-            bank_images=len(train),
-            judged_images=len(train if test is None else test),
+            bank_images=bank_images,
+            judged_images=judged_images,
+            **unreadable_fact(
+                len(train) + (0 if test is None else len(test)),
+                bank_images + (0 if test is None else judged_images),
+            ),
         )
         for k, accuracy in accuracies.items()
     ]
@@ -242,11 +249,11 @@ def _classify(
         )
 
     def judge() -> list[Record]:
-        scores, labels = evaluation.scores(classifier, test)
+        judged = evaluation.scores(classifier, test)
         records = [
             evaluation.record(
                 f"{measure}_top{k}",
-                top_k(scores, labels, k),
+                top_k(judged.scores, judged.labels, k),
                 train,
                 source_name(data),
                 seed,
@@ -261,7 +268,8 @@ def _classify(
                 **asdict(protocol) | {"batch": protocol.batch_for(len(train))},
                 label_fraction=fraction,
                 train_images=len(train),
-                judged_images=len(test),
+                judged_images=len(judged.places),
+                **unreadable_fact(len(test), len(judged.places)),
                 precision=evaluation.options.precision,
             )
             for k in (1, 5)
@@ -269,7 +277,7 @@ def _classify(
         RunFolder(folder).add_new(records)
         # Only now: whatever goes wrong with files, what was measured is recorded.
         _keep(classifier, evaluation, train, seed, folder)
-        _report(evaluation, folder, records[0], scores, labels, train, test)
+        _report(evaluation, folder, records[0], judged, train, test)
         return records
 
     return on_first(evaluation.fabric, judge)
@@ -311,8 +319,7 @@ def _report(
     evaluation: Evaluation,
     folder: Path,
     record: Record,
-    scores: Tensor,
-    labels: Tensor,
+    judged: Judged,
     train: ImageSet,
     test: ImageSet,
 ) -> None:
@@ -327,7 +334,7 @@ def _report(
         + (", frozen" if not protocol["backbone_rate"] else ""),
         "Trained on": f"{train.name}: {len(train):,} images"
         + (f", {share:.3g} of each class" if share != 1 else ""),
-        "Judged on": f"{test.name}: {len(test):,} images of {protocol['size']} px",
+        "Judged on": f"{test.name}: {len(judged.places):,} images of {protocol['size']} px",
         "Course": f"{protocol['epochs']} epochs, batches of {protocol['batch']}, crops of "
         f"{protocol['crop_size']} px",
         "Learning rates": ", ".join(f"{what} {rate:g}" for what, rate in rates.items() if rate),
@@ -336,7 +343,7 @@ def _report(
     report = write_classifier_report(
         folder,
         f"{protocol['name']} on {train.name}",
-        Verdicts(scores, labels, train.classes or ()),
+        Verdicts(judged.scores.cpu(), judged.labels.cpu(), judged.places, train.classes or ()),
         test,
         evaluation.input,
         facts,

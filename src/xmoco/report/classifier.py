@@ -32,6 +32,8 @@ class Verdicts:
     scores: Tensor
     """(images, classes)"""
     labels: Tensor
+    places: Tensor
+    """Where in their set the images stand, some of which may have been unreadable."""
     classes: Sequence[str]
 
     @property
@@ -88,13 +90,12 @@ def write_classifier_report(
     input: InputConfig,
     facts: Mapping[str, str],
 ) -> Path:
-    """``images`` are those of the verdicts; ``facts`` tell how the classifier was made."""
-    verdicts = Verdicts(verdicts.scores.cpu(), verdicts.labels.cpu(), verdicts.classes)
+    """``images`` are the set of the verdicts; ``facts`` tell how the classifier was made."""
     right = 100 * float((verdicts.said == verdicts.labels).double().mean())
     sections = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="soft">run {escape(run.resolve().name)}</p>',
-        f'<p class="lead">Right for {right:.1f} % of {len(images):,} images that training did not '
+        f'<p class="lead">Right for {right:.1f} % of {len(verdicts.labels):,} images that training did not '
         "see.</p>",
         f"<h2>The classifier</h2>{table(facts.items())}",
         _by_class(class_rows(verdicts)),
@@ -136,19 +137,19 @@ def _class_table(rows: Sequence[ClassRow]) -> str:
 
 
 def _mistakes(verdicts: Verdicts, images: ImageSet, input: InputConfig) -> str:
-    places, sure = verdicts.surest_mistakes(MISTAKES)
-    if not len(places):
+    rows, sure = verdicts.surest_mistakes(MISTAKES)
+    if not len(rows):
         return "<h2>Surest mistakes</h2><p>There are none: all images were recognised.</p>"
     captions = [
         [f"{100 * share:.0f} % {verdicts.classes[said]}", f"is {verdicts.classes[label]}"]
         for said, share, label in zip(
-            verdicts.said[places].tolist(),
+            verdicts.said[rows].tolist(),
             sure.tolist(),
-            verdicts.labels[places].tolist(),
+            verdicts.labels[rows].tolist(),
             strict=True,
         )
     ]
-    pictures, _ = central_pictures(images, places, input)
+    pictures, _ = central_pictures(images, verdicts.places[rows], input)
     about = (
         "The images of which the classifier was surest and wrong: the probability that it gave to "
         "which class, and the class by the label. Wrong labels are often among them."
