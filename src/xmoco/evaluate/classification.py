@@ -230,14 +230,8 @@ def _classify(
         folder,
         settings,
         input=evaluation.input,
-        fabric=evaluation.fabric,
-        seed=seed,
-        readers=evaluation.options.readers,
-        command=evaluation.options.command,
-        on_step=evaluation.on_step(protocol.name.partition(", ")[0]),
-        say=evaluation.listener.say,
-    )
-    evaluation.tell_of(RunFolder(folder).unreadable())
+    # Whoever cannot train here need not read how it would go.
+    on_first(evaluation.fabric, lambda: RunFolder.holds(folder, settings))
     steps = len(train) // protocol.batch_for(len(train))
     if protocol.frozen and steps < FEW_STEPS:
         evaluation.listener.say(
@@ -247,6 +241,14 @@ def _classify(
             "sets rather use `xmoco evaluate finetune`, whose batch shrinks, or `transfer`; or "
             "give a smaller batch and a lower rate with --batch and --head-rate."
         )
+        fabric=evaluation.fabric,
+        seed=seed,
+        readers=evaluation.options.readers,
+        command=evaluation.options.command,
+        on_step=evaluation.on_step(protocol.name.partition(", ")[0]),
+        say=evaluation.listener.say,
+    )
+    evaluation.tell_of(RunFolder(folder).unreadable())
 
     def judge() -> list[Record]:
         judged = evaluation.scores(classifier, test)
