@@ -311,6 +311,11 @@ def labelled_splits_of(data: DataConfig) -> tuple[ImageSet, ImageSet | None]:
     with labels_needed():
         train, test = open_images(data, "train"), open_images(data, "test")
     assert train is not None
+            if images.misplaced is not None:
+                raise UserError(
+                    f"{images.name} has no labels: {images.misplaced}; put every image directly "
+                    "into the folder of its class, or remove it."
+                )
     for images in filter(None, (train, test)):
         if images.labels is None:
             raise UserError(
