@@ -34,7 +34,7 @@ from xmoco.evaluate.evaluation import (
 )
 from xmoco.evaluate.features import unreadable_fact
 from xmoco.evaluate.knn import knn_accuracy, voters
-from xmoco.evaluate.metrics import top_k
+from xmoco.evaluate.metrics import mean_per_class, top_k
 from xmoco.nn.architectures import timm_name
 from xmoco.nn.backbone_files import LONGEST_METHOD
 from xmoco.nn.classifier_files import FILE, ClassifierCard, save_classifier
@@ -137,7 +137,7 @@ def evaluate_linear(
     options: EvalOptions | None = None,
     listener: Listener | None = None,
 ) -> list[Record]:
-    """Top-1 and top-5 accuracy of a linear classifier on the frozen backbone.
+    """Top-1, top-5 and mean per-class accuracy of a linear classifier on the frozen backbone.
 
     Presets are the paper's settings and MoCo's. Other ``epochs``, another ``batch`` or rate of the
     classifier (``head_rate``) make a protocol of another name.
@@ -173,7 +173,8 @@ def evaluate_finetune(
     options: EvalOptions | None = None,
     listener: Listener | None = None,
 ) -> list[Record]:
-    """Top-1 and top-5 accuracy after fine-tuning end to end on a share of the labels.
+    """Top-1, top-5 and mean per-class accuracy after fine-tuning end to end on a share of the
+    labels.
 
     Which images a share holds is a fixed rule: see ``xmoco.data.subset.labelled_share``. Everything
     else is as for ``evaluate_linear``.
@@ -254,8 +255,8 @@ def _classify(
         judged = evaluation.scores(classifier, test)
         records = [
             evaluation.record(
-                f"{measure}_top{k}",
-                top_k(judged.scores, judged.labels, k),
+                f"{measure}_{what}",
+                value,
                 train,
                 source_name(data),
                 seed,
@@ -274,7 +275,11 @@ def _classify(
                 **unreadable_fact(len(test), len(judged.places)),
                 precision=evaluation.options.precision,
             )
-            for k in (1, 5)
+            for what, value in {
+                "top1": top_k(judged.scores, judged.labels, 1),
+                "top5": top_k(judged.scores, judged.labels, 5),
+                "mean_per_class": mean_per_class(judged.scores, judged.labels),
+            }.items()
         ]
         RunFolder(folder).add_new(records)
         # Only now: whatever goes wrong with files, what was measured is recorded.
