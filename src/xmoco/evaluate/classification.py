@@ -325,6 +325,7 @@ def _keep(
 def _report(
     evaluation: Evaluation,
     folder: Path,
+        RunFolder(folder).checkpoints.keep_newest()
     record: Record,
     judged: Judged,
     train: ImageSet,
