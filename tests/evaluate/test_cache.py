@@ -56,8 +56,8 @@ class Kept:
         unreadable: Unreadable | None = None,
     ) -> Features:
         return cached_features(
-            backbone, images, input, CPU, readers=2, border=border, folder=self.folder, unreadable=unreadable,
-            on_reading=lambda *counts: self.read.append(counts),
+            backbone, images, input, CPU, readers=2, border=border, folder=self.folder,
+            unreadable=unreadable, on_reading=lambda *counts: self.read.append(counts),
             on_progress=lambda *counts: self.told.append(counts), say=self.said.append,
         )  # fmt: skip
 

@@ -118,9 +118,7 @@ def _load(
     return Features(vectors.to(home_of_them), tensors.get("labels"), places), reasons
 
 
-def _keep(
-    features: Features, reasons: _Reasons, path: Path, say: Callable[[str], None]
-) -> None:
+def _keep(features: Features, reasons: _Reasons, path: Path, say: Callable[[str], None]) -> None:
     tensors = {"vectors": features.vectors.cpu()}
     if features.labels is not None:
         tensors["labels"] = features.labels

@@ -52,7 +52,7 @@ def evaluate_knn(
     weights: str | Path,
     data: str | Path,
     *,
-    ks: Sequence[int] = (10, 20, 100, 200),
+    ks: int | Sequence[int] = (10, 20, 100, 200),
     temperature: float = 0.1,
     options: EvalOptions | None = None,
     listener: Listener | None = None,
@@ -62,6 +62,9 @@ def evaluate_knn(
     Where the data has no test split, every image is judged by all the others. ``weights`` are what
     ``load_backbone`` takes.
     """
+    ks = (ks,) if isinstance(ks, int) else ks
+    if any(not isinstance(k, int) for k in ks):
+        raise UserError(f"k must be whole numbers, not {', '.join(map(shortened, ks))}.")
     if min(ks, default=0) < 1 or not 0 < temperature < math.inf:
         raise UserError("k must be at least 1, and the temperature above 0.")
     options = options or EvalOptions()
@@ -188,6 +191,9 @@ def evaluate_finetune(
 
 def _expect_possible(epochs: int | None, batch: int | None, **rates: float | None) -> None:
     """What is given in place of a protocol's own."""
+    for name, count in (("epochs", epochs), ("batch", batch)):
+        if count is not None and not isinstance(count, int):
+            raise UserError(f"{name}={shortened(count)} is no whole number.")
     if epochs is not None and epochs < 1:
         raise UserError(f"{epochs} epochs are too few: give at least 1.")
     if batch is not None and batch < 2:
@@ -222,15 +228,8 @@ def _classify(
         train = labelled_share(train, fraction)
     settings = _settings(evaluation, train, protocol, seed)
     name = f"{evaluation.weights.card.method}-{evaluation.digest}-{source_name(data)}"
-    folder = Path(out) if out is not None else _default_folder(name, settings)
+    folder = _default_folder(name, settings) if out is None else Path(out).expanduser()
     _expect_same_course(folder, settings)
-    classifier = train_classifier(
-        evaluation.weights.backbone,
-        train,
-        protocol,
-        folder,
-        settings,
-        input=evaluation.input,
     # Whoever cannot train here need not read how it would go.
     on_first(evaluation.fabric, lambda: RunFolder.holds(folder, settings))
     steps = len(train) // protocol.batch_for(len(train))
@@ -242,6 +241,13 @@ def _classify(
             "sets rather use `xmoco evaluate finetune`, whose batch shrinks, or `transfer`; or "
             "give a smaller batch and a lower rate with --batch and --head-rate."
         )
+    classifier = train_classifier(
+        evaluation.weights.backbone,
+        train,
+        protocol,
+        folder,
+        settings,
+        input=evaluation.input,
         fabric=evaluation.fabric,
         seed=seed,
         readers=evaluation.options.readers,
@@ -319,13 +325,13 @@ def _keep(
     except UserError as error:
         evaluation.listener.say(f"the classifier cannot be kept as a file: {error}")
     else:
+        RunFolder(folder).checkpoints.keep_newest()
         evaluation.listener.say(f"the classifier is kept in {file}; `xmoco classify` applies it.")
 
 
 def _report(
     evaluation: Evaluation,
     folder: Path,
-        RunFolder(folder).checkpoints.keep_newest()
     record: Record,
     judged: Judged,
     train: ImageSet,

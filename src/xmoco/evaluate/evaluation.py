@@ -117,8 +117,8 @@ class EvalOptions:
                     f"{name}={','.join(map(str, colour))} is not three {numbers}, one for each of "
                     "red, green and blue."
                 )
-        if isinstance(self.cache, str):
-            object.__setattr__(self, "cache", Path(self.cache))
+        if self.cache is not None:
+            object.__setattr__(self, "cache", Path(self.cache).expanduser())
 
     @property
     def told_pixels(self) -> dict[str, Rgb]:
@@ -206,9 +206,7 @@ class Evaluation:
         expect_numbers(features)
         return features
 
-    def scores(
-        self, classifier: Classifier, images: ImageSet, border: bool = True
-    ) -> Judged:
+    def scores(self, classifier: Classifier, images: ImageSet, border: bool = True) -> Judged:
         """What a classifier makes of the central views, and the labels."""
         broken = left_out_of(images)
         scores, labels = class_scores(
@@ -311,13 +309,13 @@ def labelled_splits_of(data: DataConfig) -> tuple[ImageSet, ImageSet | None]:
     with labels_needed():
         train, test = open_images(data, "train"), open_images(data, "test")
     assert train is not None
+    for images in filter(None, (train, test)):
+        if images.labels is None:
             if images.misplaced is not None:
                 raise UserError(
                     f"{images.name} has no labels: {images.misplaced}; put every image directly "
                     "into the folder of its class, or remove it."
                 )
-    for images in filter(None, (train, test)):
-        if images.labels is None:
             raise UserError(
                 f"{images.name} has no labels: put the images into one subfolder per class, of at "
                 "least two classes."

@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def evaluate_transfer(
         method = re.sub(r"[^\w.+-]+", "_", evaluation.weights.card.method)
         out = Path("runs", "transfer", f"{method}-{evaluation.digest}-{grid}")
     with evaluation.together():
-        return _end_to_end(evaluation, data, GRIDS[grid], seed, Path(out) / data.name)
+        return _end_to_end(evaluation, data, GRIDS[grid], seed, Path(out).expanduser() / data.name)
 
 
 def _frozen(evaluation: Evaluation, images: TransferSet) -> Record:
@@ -309,7 +309,7 @@ def _record(
     measure: str,
     value: float,
     seed: int,
-    used: Mapping[str, int],
+    used: dict[str, int],
     **protocol: Any,
 ) -> Record:
     """``used`` are how many images of a part could be read and were; of others, all."""
