@@ -43,6 +43,7 @@ def test_the_result_is_remembered(tmp_path: Path) -> None:
     again = GridFile.open(tmp_path, SETTINGS)
     assert (again.values, again.result) == ({Point(0.1, 0.0): 50.0}, 43.5)
     assert again.unreadable == 2
+    assert again.unreadable == 2
 
 
 def test_points_have_names_for_their_folders() -> None:
