@@ -418,6 +418,7 @@ def test_the_penalty_is_not_chosen_by_the_images_that_are_judged(monkeypatch: An
     vectors = torch.randn(60, 8) + 2 * torch.nn.functional.one_hot(labels, 8)
     images = ArrayImages("noise", torch.zeros(60, 3, 2, 2, dtype=torch.uint8), labels, tuple("abc"))
     judge = Judge(build_fabric(RunConfig(device="cpu")), Images(images, images, {}))
+    places = torch.arange(60)
     strengths = []
 
     def noted(*arguments: Any) -> Any:
@@ -425,9 +426,9 @@ def test_the_penalty_is_not_chosen_by_the_images_that_are_judged(monkeypatch: An
         return fit(*arguments)
 
     monkeypatch.setattr("xmoco.tables.judging.fit", noted)
-    bank = Features(vectors, labels)
-    right = judge._logistic(bank, Features(vectors, labels))
-    wrong = judge._logistic(bank, Features(vectors, (labels + 1) % 3))
+    bank = Features(vectors, labels, places)
+    right = judge._logistic(bank, Features(vectors, labels, places))
+    wrong = judge._logistic(bank, Features(vectors, (labels + 1) % 3, places))
     assert right > 80
     assert wrong < 20
     assert strengths[0] == strengths[1]

@@ -226,8 +226,10 @@ KINDS: dict[str, type[Measured[Any]]] = {
     "stage_ms": Measured[StageProtocol],
     "linear_top1": Measured[ClassifierProtocol],
     "linear_top5": Measured[ClassifierProtocol],
+    "linear_mean_per_class": Measured[ClassifierProtocol],
     "finetune_top1": Measured[ClassifierProtocol],
     "finetune_top5": Measured[ClassifierProtocol],
+    "finetune_mean_per_class": Measured[ClassifierProtocol],
     "transfer_frozen": Measured[TransferProtocol],
     "transfer_end_to_end": Measured[TransferProtocol],
 }
@@ -261,4 +263,4 @@ def test_what_evaluations_write_is_of_these_kinds(tmp_path: Path) -> None:
     assert {record.work for record in found} == {"my.photos-tiny"}
     kinds = {"knn_top1": Measured[KnnProtocol], **KINDS}
     read = [one for measure, kind in kinds.items() for one in read_records(file, kind, {measure})]
-    assert len(read) == len(found) == 4
+    assert len(read) == len(found) == 5

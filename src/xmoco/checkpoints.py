@@ -85,6 +85,11 @@ class Checkpoints:
         way_on = f"going on from {found.name}" if found else "beginning anew"
         return Newest(found, [f"{note}; {way_on}" for note in notes])
 
+    def keep_newest(self) -> None:
+        """Those before it are of no use to a run that is finished and whose result is kept."""
+        for path in self.paths()[:-1]:
+            path.unlink(missing_ok=True)
+
     def put_aside(self, after: Path) -> None:
         """Rename those after a checkpoint, which are damaged. The next save removes them."""
         for path in self.paths():

@@ -48,12 +48,8 @@ def show_pictures(
     )
     for sentence in left_out(broken):
         listener.say(sentence)
-    # In their places are vectors of nothing.
-    gone = dict(broken)
-    seen = [place for place in range(len(paths)) if pictures.where(place) not in gone]
-    found = found._replace(vectors=found.vectors.cpu()[torch.tensor(seen)])
     expect_numbers(found)
-    return Seen([paths[place] for place in seen], found.vectors)
+    return Seen([paths[place] for place in found.places.tolist()], found.vectors.cpu())
 
 
 def left_out(broken: Unreadable) -> list[str]:

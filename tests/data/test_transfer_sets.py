@@ -561,6 +561,7 @@ def test_metrics(tmp_path: Path) -> None:
     write(tmp_path, own_files(train=5, test=2))
     source = str(tmp_path)
     assert open_transfer_set(source, metric="mean per class").metric == "mean per class"
+    assert open_transfer_set(source, metric="mean-per-class").metric == "mean per class"
     assert open_transfer_set("patterns", metric="top-1").metric == "top-1"
     refused(source, "11-point mAP cannot judge .* of one class: use top-1", metric="11-point mAP")
     refused(source, r"unknown metric 'top1' \(did you mean top-1\?\); there are", metric="top1")

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from helpers import make_images
 from xmoco.config import DataConfig, InputConfig
-from xmoco.data import ArrayImages, ImageSet, open_images
+from xmoco.data import ArrayImages, ImageSet, Unreadable, open_images
 from xmoco.evaluate import cache
 from xmoco.evaluate.cache import cached_features, default_cache
-from xmoco.evaluate.features import Features, backbone_features
+from xmoco.evaluate.features import Features, backbone_features, left_out_of
 
 CPU = torch.device("cpu")
 INPUT = InputConfig(size=16)
@@ -48,11 +48,16 @@ class Kept:
         self.told: list[tuple[int, int]] = []
 
     def __call__(
-        self, backbone: nn.Module, images: ImageSet, input: InputConfig = INPUT, border: bool = True
+        self,
+        backbone: nn.Module,
+        images: ImageSet,
+        input: InputConfig = INPUT,
+        border: bool = True,
+        unreadable: Unreadable | None = None,
     ) -> Features:
         return cached_features(
             backbone, images, input, CPU, readers=2, border=border, folder=self.folder,
-            on_reading=lambda *counts: self.read.append(counts),
+            unreadable=unreadable, on_reading=lambda *counts: self.read.append(counts),
             on_progress=lambda *counts: self.told.append(counts), say=self.said.append,
         )  # fmt: skip
 
@@ -169,16 +174,22 @@ def test_versions_of_torch_and_of_the_format_are_told_apart(
 
 
 def test_images_are_known_wherever_they_lie(kept: Kept, tmp_path: Path) -> None:
-    """An unreadable image is replaced by one of the next class; so is its label, also from file."""
+    """An unreadable image is left out with its label, and told of where it lies, also from file."""
     folder = make_images(tmp_path / "images", each=60, classes=2)
     (folder / "class0" / "059.png").write_bytes(b"broken")
-    backbone = Looks()
+    backbone, reasons = Looks(), list[str]()
     for source in (folder, shutil.copytree(folder, tmp_path / "moved")):
         images = open_images(DataConfig(source=str(source)), "train")
         assert images is not None
-        found = kept(backbone, images)
+        broken = left_out_of(images)
+        found = kept(backbone, images, unreadable=broken)
         assert found.labels is not None
-        assert found.labels.tolist() == [0] * 59 + [1] * 61
+        assert found.labels.tolist() == [0] * 59 + [1] * 60
+        assert found.places.tolist() == [*range(59), *range(60, 120)]
+        ((where, why),) = broken
+        assert where == str(source / "class0" / "059.png")
+        reasons.append(why)
+    assert len({*reasons}) == 1
     assert backbone.seen == 120
     assert kept.said == []
 

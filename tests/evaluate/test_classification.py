@@ -24,10 +24,13 @@ from xmoco.evaluate.evaluation import EvalOptions, Evaluation, Listener
 from xmoco.nn.backbone_files import BackboneCard, save_backbone
 from xmoco.nn.backbones import build_backbone
 from xmoco.nn.classifier_files import FILE
+from xmoco.train import loop
 from xmoco.train.loop import Training
 from xmoco.train.run_folder import RunFolder
 
 CARD = BackboneCard("tiny", "cifar", 16, (0.5, 0.5, 0.5), (0.2, 0.2, 0.2), "xmoco", 3, 7)
+
+MEASURED = ("top1", "top5", "mean_per_class")
 
 
 @pytest.fixture(autouse=True)
@@ -85,10 +88,10 @@ def test_whole_images_may_be_shown_at_another_size_than_crops(
     make_images(tmp_path / "images" / "val", each=2)
     sides = seen_sizes(monkeypatch)
     linear = partial(xmoco.evaluate_linear, weights, tmp_path / "images", epochs=1)
-    record, _ = linear(options=EvalOptions("cpu"))
+    record, *_ = linear(options=EvalOptions("cpu"))
     assert sides == {"views_of": 16, "central": 24}
     assert (record.protocol["crop_size"], record.protocol["size"]) == (16, 24)
-    record, _ = linear(options=EvalOptions("cpu", size=20))
+    record, *_ = linear(options=EvalOptions("cpu", size=20))
     assert sides == {"views_of": 20, "central": 20}
     assert (record.protocol["crop_size"], record.protocol["size"]) == (20, 20)
 
@@ -210,7 +213,7 @@ def test_every_stage_tells_how_far_it_is(weights: Path, two_splits: Path, tmp_pa
     xmoco.evaluate_finetune(weights, two_splits, epochs=2, listener=ear)
     reading, training, judging = ear.stages.values()
     assert reading[-1] == (32, 32)
-    assert (training[0], training[-1]) == ((0, 32), (32, 32))
+    assert (training[0], training[-1]) == ((0, 4), (4, 4))
     assert judging == [(16, 16)]
 
 
@@ -250,6 +253,8 @@ def test_records_tell_weights_apart_as_they_came(weights: Path, two_splits: Path
     [
         ({"ks": ()}, "k must be"),
         ({"ks": (5, 0)}, "k must be"),
+        ({"ks": 0}, "k must be at least 1"),
+        ({"ks": (20, 2.5)}, "k must be whole numbers"),
         ({"temperature": -1.0}, "temperature"),
         ({"options": {"size": 4}}, "4 px are too small"),
         ({"options": {"size": 1025}}, "1025 px are too large"),
@@ -286,8 +291,12 @@ def two_splits(tmp_path: Path) -> Path:
 
 
 def test_linear_records_name_their_protocol(weights: Path, two_splits: Path) -> None:
-    top1, top5 = xmoco.evaluate_linear(weights, two_splits, preset="moco", epochs=2, seed=3)
+    top1, top5, per_class = xmoco.evaluate_linear(
+        weights, two_splits, preset="moco", epochs=2, seed=3
+    )
     assert (top1.measure, top5.measure) == ("linear_top1", "linear_top5")
+    assert per_class.measure == "linear_mean_per_class"
+    assert per_class.value == pytest.approx(top1.value), "there are as many images of each class"
     assert 0 <= top1.value <= top5.value == 100
     protocol = top1.protocol
     assert protocol["name"] == "linear (MoCo), 2 epochs"
@@ -299,7 +308,7 @@ def test_linear_records_name_their_protocol(weights: Path, two_splits: Path) -> 
 def test_fine_tuning_on_a_share_of_the_labels(weights: Path, two_splits: Path) -> None:
     before = weights.read_bytes()
     ear = Ear()
-    top1, _ = xmoco.evaluate_finetune(weights, two_splits, fraction=0.25, epochs=1, listener=ear)
+    top1, *_ = xmoco.evaluate_finetune(weights, two_splits, fraction=0.25, epochs=1, listener=ear)
     assert not any("too few" in said for said in ear.heard), "its batch shrinks"
     assert top1.measure == "finetune_top1"
     assert (top1.protocol["train_images"], top1.protocol["label_fraction"]) == (8, 0.25)
@@ -311,6 +320,8 @@ def test_fine_tuning_on_a_share_of_the_labels(weights: Path, two_splits: Path) -
     [
         (xmoco.evaluate_linear, {"preset": "papier"}, "did you mean paper"),
         (xmoco.evaluate_linear, {"epochs": 0}, "at least 1"),
+        (xmoco.evaluate_finetune, {"epochs": 1.5}, "epochs=1.5 is no whole number"),
+        (xmoco.evaluate_linear, {"batch": 8.0}, "batch=8.0 is no whole number"),
         (xmoco.evaluate_linear, {"batch": 1}, "batches of 1 are too small"),
         (xmoco.evaluate_linear, {"head_rate": float("nan")}, "head_rate=nan is no learning rate"),
         (xmoco.evaluate_finetune, {"backbone_rate": 0.0}, "backbone_rate=0 is no learning rate"),
@@ -372,7 +383,8 @@ def test_classifiers_from_the_command_line(
     assert "top-5" not in outcome.stdout  # there are four classes
     assert "random crops" not in outcome.stdout  # they are of the same size
     measures = [json.loads(line)["measure"] for line in kept.read_text().splitlines()]
-    assert measures == [f"{command}_top1", f"{command}_top5"]
+    assert "mean per class" in outcome.stdout
+    assert measures == [f"{command}_{what}" for what in MEASURED]
 
 
 def test_another_course_from_the_command_line(
@@ -424,7 +436,9 @@ def test_a_finished_classifier_is_judged_again_without_training(
     weights: Path, two_splits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linear = partial(xmoco.evaluate_linear, weights, two_splits, epochs=1)
+    monkeypatch.setattr(loop._SaveClock, "due", lambda *_: True)
     first = linear()
+    assert len(checkpoints(the_run())) == 1, "the classifier is kept beside it"
     name = the_run().name
     assert name.startswith("xmoco-")
     assert "both-linear_paper_1_epoch-seed0-" in name
@@ -435,19 +449,20 @@ def test_a_finished_classifier_is_judged_again_without_training(
     again = linear(listener=ear)
     assert [record.value for record in again] == [record.value for record in first]
     told = [line["measure"] for line in metrics(the_run()) if "measure" in line]
-    assert told == ["linear_top1", "linear_top5"], "nothing is told twice"
+    linear_measures = [f"linear_{what}" for what in MEASURED]
+    assert told == linear_measures, "nothing is told twice"
     few = "the 32 training images make 1 step per epoch, too few for linear (paper), 1 epoch with"
-    assert ear.heard.pop(1).startswith(few)
+    assert ear.heard.pop(0).startswith(few), "before anything is trained"
     assert ear.heard == [
         f"{the_run()} holds the finished classifier, which is evaluated without training it again.",
         f"the classifier is kept in {the_run() / FILE}; `xmoco classify` applies it.",
         f"the report is {the_run() / 'report.html'}",
     ]
     # How it is judged is no matter of training.
-    other, _ = linear(options=EvalOptions(eval_size=24))
+    other, *_ = linear(options=EvalOptions(eval_size=24))
     assert (other.protocol["crop_size"], other.protocol["size"]) == (16, 24)
     kept = [line["measure"] for line in metrics(the_run()) if "measure" in line]
-    assert kept == ["linear_top1", "linear_top5"] * 2
+    assert kept == linear_measures * 2
     # But those who trained are told of, not who is here now.
     assert "processes" not in other.protocol
     RunFolder(the_run()).write_environment(processes=2)
@@ -464,7 +479,7 @@ def test_what_was_measured_is_recorded_even_if_the_classifier_cannot_be_kept(
     with pytest.raises(RuntimeError, match="of whatever kind"):
         xmoco.evaluate_linear(weights, two_splits, epochs=1)
     kept = [line["measure"] for line in metrics(the_run()) if "measure" in line]
-    assert kept == ["linear_top1", "linear_top5"]
+    assert kept == [f"linear_{what}" for what in MEASURED]
 
 
 def test_other_settings_are_trained_elsewhere(weights: Path, two_splits: Path) -> None:
@@ -539,7 +554,8 @@ def test_an_interrupted_command_goes_on(
     assert outcome.status == TRY_AGAIN
     for other in (("evaluate", "knn", "cut", two_splits), ("classify", "cut", two_splits)):
         assert_refused(run_cli(*other), "finish it first, with the same command again.")
-    assert outcome.stderr.count("\n") == 1
+    *warnings, _ = outcome.stderr.splitlines()
+    assert len(warnings) == (command == "linear"), "of too few images"
     assert "stopped by SIGTERM after step 2 of " in outcome.stderr
     offered = shlex.split(outcome.stderr.rpartition("Resume with: ")[2])
     assert offered == ["xmoco", *map(str, arguments), "--out", "cut"]
@@ -575,3 +591,94 @@ def test_knn_at_another_size_from_the_command_line(weights: Path, two_splits: Pa
     outcome = run_cli("evaluate", "knn", weights, two_splits, "--eval-size", "24", "--no-cache")
     assert outcome.status == 0, outcome.stderr
     assert "24 px" in outcome.stdout
+
+
+def test_images_that_cannot_be_read_do_not_vote_for_their_neighbours(
+    weights: Path, tmp_path: Path
+) -> None:
+    """Another image in its place would find itself: here, no other is of the own class."""
+    images = make_images(tmp_path / "each-alone", each=1, classes=12)
+    for number in (2, 5, 8):
+        (images / f"class{number}" / "000.png").write_bytes(b"broken")
+    heard = []
+    for _ in range(2):  # the second time from the cache
+        ear = Ear()
+        (record,) = xmoco.evaluate_knn(
+            weights, images, ks=(1,), options=EvalOptions(cache=tmp_path / "cache"), listener=ear
+        )
+        protocol = record.protocol
+        assert record.value == 0
+        assert (protocol["bank_images"], protocol["judged_images"]) == (9, 9)
+        assert (protocol["voters"], protocol["unreadable"]) == (1, 3)
+        heard.append(ear.heard)
+    assert heard[0] == heard[1]
+    assert sum("cannot be read" in said and "it is left out" in said for said in heard[0]) == 3
+
+
+@pytest.mark.parametrize("function", [xmoco.evaluate_knn, xmoco.evaluate_finetune])
+def test_no_test_image_is_judged_in_place_of_another(
+    weights: Path, two_splits: Path, function: Callable
+) -> None:
+    (two_splits / "val" / "class1" / "003.png").write_bytes(b"broken")
+    (two_splits / "train" / "class1" / "003.png").write_bytes(b"broken")
+    course = {"ks": (1,)} if function is xmoco.evaluate_knn else {"epochs": 1}
+    ear = Ear()
+    record, *_ = function(weights, two_splits, listener=ear, **course)
+    assert record.protocol["judged_images"] == 15
+    in_training, in_test = (said for said in ear.heard if "cannot be read" in said)
+    assert in_test.endswith("; it is left out.")
+    if function is xmoco.evaluate_knn:
+        assert in_training.endswith("; it is left out.")
+        assert (record.protocol["bank_images"], record.protocol["unreadable"]) == (31, 2)
+    else:
+        assert in_training.endswith("; another image takes its place.")
+        assert record.protocol["unreadable"] == 1
+
+
+def test_one_k_needs_no_list(weights: Path, tmp_path: Path) -> None:
+    images = make_images(tmp_path / "images", each=4)
+    (one,), (listed,) = (xmoco.evaluate_knn(weights, images, ks=ks) for ks in (3, (3,)))
+    assert (one.protocol["k"], one.value) == (3, listed.value)
+
+
+def test_rare_classes_weigh_as_much_in_the_mean_per_class(weights: Path, tmp_path: Path) -> None:
+    images = make_images(tmp_path / "uneven" / "train", each=8, classes=2).parent
+    make_images(images / "val", each=8, classes=2)
+    for number in range(1, 8):
+        (images / "val" / "class1" / f"{number:03}.png").unlink()
+    top1, _, per_class = xmoco.evaluate_finetune(weights, images, epochs=1, out="run")
+    rights = [round(top1.value * 9 / 100 - rare) for rare in (0, 1)]  # of the other class's 8
+    assert any(
+        per_class.value == pytest.approx((100 * right / 8 + 100 * rare) / 2)
+        for rare, right in enumerate(rights)
+    )
+    page = Path("run/report.html").read_text()
+    assert f"{per_class.value:.1f} % in the mean of the classes" in page
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ("cover.png", "cover.png lies in no class folder"),
+        ("class1/extra/1.png", "class1/extra/1.png lies deeper than its class folder"),
+    ],
+)
+def test_a_misplaced_image_is_named(weights: Path, tmp_path: Path, place: str, words: str) -> None:
+    images = make_images(tmp_path / "images", each=3)
+    (images / place).parent.mkdir(exist_ok=True)
+    shutil.copy(images / "class0" / "000.png", images / place)
+    with pytest.raises(xmoco.UserError, match=f"folder images has no labels: {words}; put every"):
+        xmoco.evaluate_knn(weights, images)
+
+
+def test_a_tilde_is_the_home_folder(
+    weights: Path, two_splits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    options = EvalOptions(cache="~/cache")
+    xmoco.evaluate_knn("~/backbone.safetensors", two_splits, ks=1, options=options)
+    xmoco.evaluate_finetune(weights, two_splits, epochs=1, out="~/tuned")
+    assert any((tmp_path / "cache").iterdir())
+    assert (tmp_path / "tuned" / FILE).is_file()
+    assert xmoco.load_classifier("~/tuned").classes == ("class0", "class1", "class2", "class3")
+    assert not Path("~").exists()

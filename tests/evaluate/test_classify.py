@@ -360,8 +360,8 @@ def test_scores_are_those_of_a_backbone_in_eval_mode(backbone: torch.nn.Module) 
 
 
 def test_few_images_make_small_batches_in_fine_tuning() -> None:
-    assert [FINETUNE.batch_for(n) for n in (2, 30, 500, 5000, 5120, 50_000)] == [
-        *(2, 2, 25, 250, 256, 256)
+    assert [FINETUNE.batch_for(n) for n in (2, 9, 30, 339, 340, 500, 5000, 5120, 50_000)] == [
+        *(2, 9, 16, 16, 17, 25, 250, 256, 256)
     ]
     assert [LINEAR["moco"].batch_for(n) for n in (30, 50_000)] == [30, 256]
 

@@ -39,9 +39,11 @@ def test_finished_points_are_remembered(tmp_path: Path) -> None:
 def test_the_result_is_remembered(tmp_path: Path) -> None:
     file = GridFile.open(tmp_path, SETTINGS).add(Point(0.1, 0.0), 50.0)
     assert GridFile.open(tmp_path, SETTINGS).result is None
-    file.finish(43.5)
+    file.finish(43.5, unreadable=2)
     again = GridFile.open(tmp_path, SETTINGS)
     assert (again.values, again.result) == ({Point(0.1, 0.0): 50.0}, 43.5)
+    assert again.unreadable == 2
+    assert again.unreadable == 2
 
 
 def test_points_have_names_for_their_folders() -> None:

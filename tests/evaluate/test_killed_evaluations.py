@@ -48,7 +48,7 @@ def evaluate(kind: str, out: Path) -> None:
         if kind == "linear":
             xmoco.evaluate_linear(weights, images, epochs=30, out=out, options=options)
         elif kind == "finetune":
-            xmoco.evaluate_finetune(weights, images, epochs=1, out=out, options=options)
+            xmoco.evaluate_finetune(weights, images, epochs=10, out=out, options=options)
         else:
             given = {"mode": "end-to-end", "grid": "tiny"}
             xmoco.evaluate_transfer(weights, images, out=out, options=options, **given)

@@ -67,7 +67,7 @@ def test_frozen_transfer_is_the_search_by_scikit_learn(weights: Path, images: Pa
     parts = open_transfer_set(str(images))
     evaluation = Evaluation.open(weights, PLACE)
     (x, y), (x_val, y_val), (x_test, y_test) = (
-        evaluation.features(part, "", border=False)
+        evaluation.features(part, "", border=False)[:2]
         for part in (parts.train, parts.validation, parts.test)
     )
     scores = {}
@@ -315,7 +315,7 @@ def test_a_grid_goes_on_with_the_very_same_images_and_settings(
 def test_a_chosen_point_that_explodes_in_the_end_is_no_result(
     weights: Path, images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = iter([50.0, 60.0, -1.0])
+    answers = iter([(50.0, 8), (60.0, 8), (-1.0, 8)])  # each of 8 images
     monkeypatch.setattr(transfer._Search, "_reached", lambda *_: next(answers))
     with pytest.raises(xmoco.UserError, match=r"rate 0.1, .* diverged"):
         xmoco.evaluate_transfer(

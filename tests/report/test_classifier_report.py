@@ -22,7 +22,7 @@ def verdicts(said: list[int], labels: list[int], sure: list[float] | None = None
     """With so much of the score, before softmax, on what is said."""
     scores = torch.zeros(len(said), len(CLASSES))
     scores[torch.arange(len(said)), said] = torch.tensor(sure or [1.0] * len(said))
-    return Verdicts(scores, torch.tensor(labels), CLASSES)
+    return Verdicts(scores, torch.tensor(labels), torch.arange(len(labels)), CLASSES)
 
 
 def images(count: int) -> ArrayImages:
@@ -33,7 +33,8 @@ def images(count: int) -> ArrayImages:
 def test_confusion_is_that_of_scikit_learn() -> None:
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(3, (200,), generator=generator)
-    found = Verdicts(torch.randn(200, 3, generator=generator), labels, CLASSES)
+    scores = torch.randn(200, 3, generator=generator)
+    found = Verdicts(scores, labels, torch.arange(200), CLASSES)
     expected = confusion_matrix(labels, found.said, labels=[0, 1, 2])
     np.testing.assert_array_equal(found.confusion, expected)
 
@@ -48,9 +49,9 @@ def test_classes_stand_with_the_weakest_first_and_what_they_are_taken_for() -> N
 
 def test_surest_mistakes_come_first() -> None:
     found = verdicts(said=[0, 1, 2, 0], labels=[1, 1, 0, 2], sure=[1.0, 9.0, 3.0, 2.0])
-    places, sure = found.surest_mistakes(2)
-    assert places.tolist() == [2, 3]
-    expected = found.scores.double().softmax(1).amax(1)[[2, 3]]
+    rows, sure = found.mistakes()
+    assert rows.tolist() == [2, 3, 0]
+    expected = found.scores.double().softmax(1).amax(1)[[2, 3, 0]]
     torch.testing.assert_close(sure.double(), expected, rtol=1e-6, atol=0)
 
 
@@ -64,8 +65,11 @@ def page(
     )
     shown = list[tuple[int, list[str]]]()
 
-    def sheet(pictures: list[Tensor], captions: list[list[str]], columns: int) -> bytes:
-        shown.extend(zip([int(one[0, 0, 0]) for one in pictures], captions, strict=True))
+    def sheet(
+        pictures: list[Tensor], captions: list[list[str]], paths: list[str], columns: int
+    ) -> bytes:
+        lines = [[*caption, path] for caption, path in zip(captions, paths, strict=True)]
+        shown.extend(zip([int(one[0, 0, 0]) for one in pictures], lines, strict=True))
         return b"sheet"
 
     monkeypatch.setattr(classifier, "captioned_sheet", sheet)
@@ -88,7 +92,17 @@ def test_the_page_tells_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     names = re.findall(r"<tr><td>([^<]*)</td>", text)
     assert names == ["cat", "&lt;dog&gt;"]
     assert "<dog>" not in text  # names come from anywhere
-    assert shown == [(3, ["96 % fox", "is cat"]), (2, ["79 % cat", "is <dog>"])]
+    assert "and for 50.0 % in the mean of the classes" in text
+    assert shown == [
+        (3, ["96 % fox", "is cat", "drawn: image 3"]),
+        (2, ["79 % cat", "is <dog>", "drawn: image 2"]),
+    ]
+    assert (tmp_path / "mistakes.csv").read_text().splitlines() == [
+        "image,label,said,probability",
+        "drawn: image 3,cat,fox,0.9647",
+        "drawn: image 2,<dog>,cat,0.7870",
+    ]
+    assert "mistakes.csv" in text
     assert text.count("<img") == 2, "the loss and the mistakes; rates are multiples here"
     assert 'alt="Loss by epoch' in text
     assert "load_classifier" not in text, "none was kept"
@@ -110,7 +124,7 @@ def test_of_many_classes_the_weakest_are_shown_and_the_others_folded(
     labels = torch.arange(40)
     scores = torch.eye(40)
     scores[39] = scores[0]  # the last one is mistaken, and so the first to be shown
-    text, _ = page(tmp_path, Verdicts(scores, labels, names), monkeypatch)
+    text, _ = page(tmp_path, Verdicts(scores, labels, labels, names), monkeypatch)
     before, _, folded = text.partition("<summary>the other 20 classes</summary>")
     assert before.count("<tr><td>") == folded.count("<tr><td>") == 20
     assert re.findall(r"<tr><td>([^<]*)</td>", before)[0] == "class 39"

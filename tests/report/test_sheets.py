@@ -223,3 +223,12 @@ def test_large_pictures_are_smoothed_and_small_ones_keep_their_pixels(
     modes = [picture.get_interpolation() for picture in drawn().axes[0].images]
     assert modes[1] == modes[2] == "nearest"
     assert modes[0] != "nearest"
+
+
+def test_paths_keep_their_end_where_they_do_not_fit(drawn: Callable[[], Figure]) -> None:
+    paths = ["cat/1.jpg", "golden_retriever_of_the_king/p-000123.jpg"]
+    sheets.captioned_sheet([plain(RED)] * 2, [["is cat"], ["is dog"]], paths, columns=2)
+    short, long = written(drawn())[1::2]
+    assert short == "cat/1.jpg"
+    assert long.startswith("…")
+    assert long.endswith("p-000123.jpg")

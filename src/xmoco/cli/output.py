@@ -64,11 +64,15 @@ def progress_bars() -> "Iterator[Listener]":
 
 def show_classification(found: list["Record"], file: Path | None) -> None:
     protocol = found[0].protocol
-    rows = [(record.measure.rpartition("_")[2].replace("top", "top-"), record) for record in found]
-    top1, *others = rows
+    rows = [(_name_of(record.measure), record) for record in found]
     # Of five classes or fewer, the right one is always among the best five.
-    shown = [top1, *(row for row in others if row[1].value < 100)]
+    shown = [row for row in rows if row[0] != "top-5" or row[1].value < 100]
     show_records(f"{protocol['name']} on {protocol['data']}", rows, file, shown)
+
+
+def _name_of(measure: str) -> str:
+    """As the metrics of transfer are called: ``top-1``, ``mean per class``."""
+    return measure.partition("_")[2].replace("top", "top-").replace("_", " ")
 
 
 def show_records(

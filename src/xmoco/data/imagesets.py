@@ -21,6 +21,8 @@ class ImageSet(ABC):
     classes: tuple[str, ...] | None
     passed_over: str | None = None
     """What was found beside these images and is not used, for a person."""
+    misplaced: str | None = None
+    """Which image keeps folders from being classes, for a person."""
 
     @property
     def multi_label(self) -> bool:

@@ -181,6 +181,20 @@ def labels_of(
     return torch.tensor([number[name] for name in folders], dtype=torch.int64)
 
 
+def misplaced(paths: list[str]) -> str | None:
+    """Which image keeps the folders of a split from being classes, for a person; none if the
+    folders do not look like classes anyway."""
+    placed = [path for path in paths if path.count("/") == 1]
+    others = [path for path in paths if path.count("/") != 1]
+    classes = {path.partition("/")[0] for path in placed}
+    if not others or len(classes) < 2 or len(others) >= len(placed):
+        return None
+    first = min(others)
+    reason = "lies deeper than its class folder" if "/" in first else "lies in no class folder"
+    more = f" (as do {len(others) - 1:,} more images out of place)" if len(others) > 1 else ""
+    return f"{printable(first)} {reason}{more}"
+
+
 def _folder_of_each(paths: list[str], rule: LabelRule) -> list[str] | None:
     """The first folder of every path, where the rule takes folders for classes."""
     if rule == "none" or (rule == "auto" and any(path.count("/") != 1 for path in paths)):

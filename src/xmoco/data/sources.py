@@ -23,6 +23,7 @@ from xmoco.data.layout import (
     LabelRule,
     SplitFolders,
     labels_of,
+    misplaced,
     split_folders,
     split_of,
     train_classes,
@@ -251,6 +252,7 @@ class _Files:
             data.short_side,
         )
         images.passed_over = self.folders.passed_over(self.paths)
+        images.misplaced = misplaced(self._inside(folder)) if labels is None else None
         return images
 
     def _inside(self, folder: str) -> list[str]:

@@ -175,11 +175,18 @@ def taken(images: ImageSet, positions: Tensor) -> ImageSet:
     labels = None if images.labels is None else images.labels[positions]
     if isinstance(images, ArrayImages):
         pixels = images.pixels[positions.to(images.pixels.device)]
-        return ArrayImages(images.name, pixels, labels, images.classes)
+        return ArrayImages(images.name, pixels, labels, images.classes, _same(images, positions))
     if isinstance(images, RaggedImages):
         pictures = [images.pictures[position] for position in positions.tolist()]
-        return RaggedImages(images.name, pictures, labels, images.classes)
+        return RaggedImages(images.name, pictures, labels, images.classes, _same(images, positions))
     return Subset(images, positions)
+
+
+def _same(images: ArrayImages | RaggedImages, positions: Tensor) -> Tensor:
+    """The first of the places taken at which the same image stands: see ``ArrayImages.shown``."""
+    first: dict[int, int] = {}
+    shown = enumerate(images.shown[positions].tolist())
+    return torch.tensor([first.setdefault(image, place) for place, image in shown])
 
 
 def _parted_by_rank(images: ImageSet, count: Callable[[int], int]) -> tuple[Tensor, Tensor]:

@@ -85,6 +85,8 @@ def open_transfer_set(
     ``metric`` replaces the one that the paper reports; for sets of one's own that is top-1 or,
     where an image may be of several classes, 11-point mAP. No image is decoded.
     """
+    if metric == "mean-per-class":  # which a shell takes without quotes
+        metric = "mean per class"
     if metric is not None and metric not in get_args(Metric):
         raise UserError(
             f"unknown metric {metric!r}{nearest(metric, get_args(Metric))}; there are "

@@ -27,15 +27,21 @@ class Unreadable:
     """The images that could not be read, in the order they were met; too many of them is an error.
 
     ``known`` are those of an earlier part of the same run. Where they are left out, and no others
-    put in their place, all but one may be unreadable.
+    put in their place, all but one may be unreadable, unless ``most`` says how many may be.
     """
 
     def __init__(
-        self, images: int, known: Iterable[tuple[str, str]] = (), *, left_out: bool = False
+        self,
+        images: int,
+        known: Iterable[tuple[str, str]] = (),
+        *,
+        left_out: bool = False,
+        most: int | None = None,
     ) -> None:
         self.images = images
         self.left_out = left_out
-        self.limit = images - 1 if left_out else allowed(images)
+        usual = images - 1 if left_out else allowed(images)
+        self.limit = usual if most is None else most
         self._why = dict(known)
 
     def add(self, where: str, why: str) -> None:
@@ -46,7 +52,8 @@ class Unreadable:
         for where, why in found:
             self._why.setdefault(where, why)
         if len(self) > self.limit:
-            raise TooManyUnreadable(self._all_of_them() if self.left_out else self._too_many())
+            all_of_them = self.left_out and self.limit == self.images - 1
+            raise TooManyUnreadable(self._all_of_them() if all_of_them else self._too_many())
 
     def _too_many(self) -> str:
         examples = ", ".join(f"{where} ({why})" for where, why in islice(self, MOST_NAMED))

@@ -23,12 +23,15 @@ from xmoco.data import ImageSet, Unreadable
 from xmoco.data.batches import Progress
 from xmoco.data.fingerprint import content_digest, tensors_digest
 from xmoco.errors import UserError
-from xmoco.evaluate.features import Features, backbone_features, home
+from xmoco.evaluate.features import Features, backbone_features, home, left_out_of
 from xmoco.files import write_whole
 
-FORMAT = 1
+FORMAT = 2
 """To be raised whenever the same weights and images give other features, or files look different:
 what was kept before is then no longer found."""
+
+LEFT_OUT = "left_out"
+"""Under which a file has the images without features, and why they have none."""
 
 _NAMES = {torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
 """What safetensors calls the kinds of numbers that features and labels are."""
@@ -58,8 +61,10 @@ def cached_features(
 
     ``on_reading`` counts the images when they are read for the key; ``on_progress``, if their
     features are not there, when these are computed. ``say`` is told of damage, and when features
-    cannot be kept; neither ends the evaluation.
+    cannot be kept; neither ends the evaluation. Images that cannot be read are left out, and
+    ``unreadable`` is told of them each time.
     """
+    unreadable = left_out_of(images) if unreadable is None else unreadable
     compute = partial(
         backbone_features, backbone, images, input, device, readers,
         border=border, unreadable=unreadable, on_progress=on_progress,
@@ -74,21 +79,32 @@ def cached_features(
     )
     key = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
     path = folder / f"{key}.safetensors"
-    features = _load(path, device, say)
-    if features is None:
-        features = compute()
-        _keep(features, path, say)
+    kept = _load(path, len(images), device, say)
+    if kept is not None:
+        features, reasons = kept
+        unreadable.add_all((images.where(place), why) for place, why in reasons.items())
+        return features
+    features = compute()
+    gone, seen = dict(unreadable), {*features.places.tolist()}
+    left_out = (place for place in range(len(images)) if place not in seen) if gone else ()
+    _keep(features, {place: gone[images.where(place)] for place in left_out}, path, say)
     return features
 
 
-def _load(path: Path, device: torch.device, say: Callable[[str], None]) -> Features | None:
-    """What is kept at ``path``, if it is there and whole."""
+_Reasons = dict[int, str]
+"""Why the images at some places were left out."""
+
+
+def _load(
+    path: Path, images: int, device: torch.device, say: Callable[[str], None]
+) -> tuple[Features, _Reasons] | None:
+    """What is kept at ``path`` of so many images, if it is there and whole."""
     try:
         with safe_open(path, framework="pt") as file:
-            names, written = file.keys(), file.metadata()
+            names, written = file.keys(), file.metadata() or {}
             # Copied, because safetensors only maps the file: what became of it would come through.
             tensors = {name: file.get_tensor(name).clone() for name in names}
-        if written != _seal(path, tensors):
+        if written != _seal(path, tensors, written.get(LEFT_OUT, "")):
             raise SafetensorError("they are not what was written there")
     except FileNotFoundError:
         return None
@@ -96,25 +112,29 @@ def _load(path: Path, device: torch.device, say: Callable[[str], None]) -> Featu
         say(f"the features kept in {path} are damaged ({error}) and are computed again.")
         return None
     vectors = tensors["vectors"]
-    return Features(vectors.to(home(len(vectors), vectors.shape[1], device)), tensors.get("labels"))
+    reasons = {int(place): why for place, why in json.loads(written[LEFT_OUT]).items()}
+    places = torch.tensor([place for place in range(images) if place not in reasons])
+    home_of_them = home(len(vectors), vectors.shape[1], device)
+    return Features(vectors.to(home_of_them), tensors.get("labels"), places), reasons
 
 
-def _keep(features: Features, path: Path, say: Callable[[str], None]) -> None:
+def _keep(features: Features, reasons: _Reasons, path: Path, say: Callable[[str], None]) -> None:
     tensors = {"vectors": features.vectors.cpu()}
     if features.labels is not None:
         tensors["labels"] = features.labels
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, partial(_write, tensors, _seal(path, tensors)))
+        write_whole(path, partial(_write, tensors, _seal(path, tensors, json.dumps(reasons))))
     except (OSError, UserError) as error:
         cause = error.__cause__ or error
         reason = getattr(cause, "strerror", None) or cause
         say(f"features cannot be kept in {path.parent}: {reason}. It goes on without.")
 
 
-def _seal(path: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
+def _seal(path: Path, tensors: dict[str, Tensor], left_out: str) -> dict[str, str]:
     """What a file says of itself, by which damage and mistaken names are noticed."""
-    return {"key": path.stem, "digest": tensors_digest(tensors)}
+    digest = hashlib.blake2b(f"{tensors_digest(tensors)} {left_out}".encode(), digest_size=16)
+    return {"key": path.stem, "digest": digest.hexdigest(), LEFT_OUT: left_out}
 
 
 def _write(tensors: dict[str, Tensor], metadata: dict[str, str], file: BinaryIO) -> None:

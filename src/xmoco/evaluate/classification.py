@@ -27,12 +27,14 @@ from xmoco.evaluate.classify import (
 from xmoco.evaluate.evaluation import (
     EvalOptions,
     Evaluation,
+    Judged,
     Listener,
     check_seed,
     labelled_splits,
 )
+from xmoco.evaluate.features import unreadable_fact
 from xmoco.evaluate.knn import knn_accuracy, voters
-from xmoco.evaluate.metrics import top_k
+from xmoco.evaluate.metrics import mean_per_class, top_k
 from xmoco.nn.architectures import timm_name
 from xmoco.nn.backbone_files import LONGEST_METHOD
 from xmoco.nn.classifier_files import FILE, ClassifierCard, save_classifier
@@ -50,7 +52,7 @@ def evaluate_knn(
     weights: str | Path,
     data: str | Path,
     *,
-    ks: Sequence[int] = (10, 20, 100, 200),
+    ks: int | Sequence[int] = (10, 20, 100, 200),
     temperature: float = 0.1,
     options: EvalOptions | None = None,
     listener: Listener | None = None,
@@ -60,6 +62,9 @@ def evaluate_knn(
     Where the data has no test split, every image is judged by all the others. ``weights`` are what
     ``load_backbone`` takes.
     """
+    ks = (ks,) if isinstance(ks, int) else ks
+    if any(not isinstance(k, int) for k in ks):
+        raise UserError(f"k must be whole numbers, not {', '.join(map(shortened, ks))}.")
     if min(ks, default=0) < 1 or not 0 < temperature < math.inf:
         raise UserError("k must be at least 1, and the temperature above 0.")
     options = options or EvalOptions()
@@ -71,7 +76,8 @@ def evaluate_knn(
     assert bank.labels is not None
     if test is None:
         _tell_of_single_images(evaluation, train, bank.labels)
-    most = voters(max(ks), len(train), leave_one_out=test is None)
+    bank_images, judged_images = len(bank.places), len((asked or bank).places)
+    most = voters(max(ks), bank_images, leave_one_out=test is None)
     if limited := [f"{k:,}" for k in sorted(set(ks)) if k > most]:
         evaluation.listener.say(
             f"only {most:,} images can vote: for k = {' and '.join(limited)} these are all."
@@ -96,10 +102,14 @@ def evaluate_knn(
             judged=(test or train).name,
             features="backbone",
             k=k,
-            voters=voters(k, len(train), leave_one_out=test is None),
+            voters=voters(k, bank_images, leave_one_out=test is None),
             temperature=temperature,
-            bank_images=len(train),
-            judged_images=len(train if test is None else test),
+            bank_images=bank_images,
+            judged_images=judged_images,
+            **unreadable_fact(
+                len(train) + (0 if test is None else len(test)),
+                bank_images + (0 if test is None else judged_images),
+            ),
         )
         for k, accuracy in accuracies.items()
     ]
@@ -130,7 +140,7 @@ def evaluate_linear(
     options: EvalOptions | None = None,
     listener: Listener | None = None,
 ) -> list[Record]:
-    """Top-1 and top-5 accuracy of a linear classifier on the frozen backbone.
+    """Top-1, top-5 and mean per-class accuracy of a linear classifier on the frozen backbone.
 
     Presets are the paper's settings and MoCo's. Other ``epochs``, another ``batch`` or rate of the
     classifier (``head_rate``) make a protocol of another name.
@@ -166,7 +176,8 @@ def evaluate_finetune(
     options: EvalOptions | None = None,
     listener: Listener | None = None,
 ) -> list[Record]:
-    """Top-1 and top-5 accuracy after fine-tuning end to end on a share of the labels.
+    """Top-1, top-5 and mean per-class accuracy after fine-tuning end to end on a share of the
+    labels.
 
     Which images a share holds is a fixed rule: see ``xmoco.data.subset.labelled_share``. Everything
     else is as for ``evaluate_linear``.
@@ -180,6 +191,9 @@ def evaluate_finetune(
 
 def _expect_possible(epochs: int | None, batch: int | None, **rates: float | None) -> None:
     """What is given in place of a protocol's own."""
+    for name, count in (("epochs", epochs), ("batch", batch)):
+        if count is not None and not isinstance(count, int):
+            raise UserError(f"{name}={shortened(count)} is no whole number.")
     if epochs is not None and epochs < 1:
         raise UserError(f"{epochs} epochs are too few: give at least 1.")
     if batch is not None and batch < 2:
@@ -214,8 +228,19 @@ def _classify(
         train = labelled_share(train, fraction)
     settings = _settings(evaluation, train, protocol, seed)
     name = f"{evaluation.weights.card.method}-{evaluation.digest}-{source_name(data)}"
-    folder = Path(out) if out is not None else _default_folder(name, settings)
+    folder = _default_folder(name, settings) if out is None else Path(out).expanduser()
     _expect_same_course(folder, settings)
+    # Whoever cannot train here need not read how it would go.
+    on_first(evaluation.fabric, lambda: RunFolder.holds(folder, settings))
+    steps = len(train) // protocol.batch_for(len(train))
+    if protocol.frozen and steps < FEW_STEPS:
+        evaluation.listener.say(
+            f"the {len(train):,} training images make {steps} "
+            f"{'step' if steps == 1 else 'steps'} per epoch, too few for {protocol.name} with its "
+            f"learning rate of {protocol.head_rate:g}: the accuracy may be far too low. For small "
+            "sets rather use `xmoco evaluate finetune`, whose batch shrinks, or `transfer`; or "
+            "give a smaller batch and a lower rate with --batch and --head-rate."
+        )
     classifier = train_classifier(
         evaluation.weights.backbone,
         train,
@@ -231,22 +256,13 @@ def _classify(
         say=evaluation.listener.say,
     )
     evaluation.tell_of(RunFolder(folder).unreadable())
-    steps = len(train) // protocol.batch_for(len(train))
-    if protocol.frozen and steps < FEW_STEPS:
-        evaluation.listener.say(
-            f"the {len(train):,} training images make {steps} "
-            f"{'step' if steps == 1 else 'steps'} per epoch, too few for {protocol.name} with its "
-            f"learning rate of {protocol.head_rate:g}: the accuracy may be far too low. For small "
-            "sets rather use `xmoco evaluate finetune`, whose batch shrinks, or `transfer`; or "
-            "give a smaller batch and a lower rate with --batch and --head-rate."
-        )
 
     def judge() -> list[Record]:
-        scores, labels = evaluation.scores(classifier, test)
+        judged = evaluation.scores(classifier, test)
         records = [
             evaluation.record(
-                f"{measure}_top{k}",
-                top_k(scores, labels, k),
+                f"{measure}_{what}",
+                value,
                 train,
                 source_name(data),
                 seed,
@@ -261,15 +277,20 @@ def _classify(
                 **asdict(protocol) | {"batch": protocol.batch_for(len(train))},
                 label_fraction=fraction,
                 train_images=len(train),
-                judged_images=len(test),
+                judged_images=len(judged.places),
+                **unreadable_fact(len(test), len(judged.places)),
                 precision=evaluation.options.precision,
             )
-            for k in (1, 5)
+            for what, value in {
+                "top1": top_k(judged.scores, judged.labels, 1),
+                "top5": top_k(judged.scores, judged.labels, 5),
+                "mean_per_class": mean_per_class(judged.scores, judged.labels),
+            }.items()
         ]
         RunFolder(folder).add_new(records)
         # Only now: whatever goes wrong with files, what was measured is recorded.
         _keep(classifier, evaluation, train, seed, folder)
-        _report(evaluation, folder, records[0], scores, labels, train, test)
+        _report(evaluation, folder, records[0], judged, train, test)
         return records
 
     return on_first(evaluation.fabric, judge)
@@ -304,6 +325,7 @@ def _keep(
     except UserError as error:
         evaluation.listener.say(f"the classifier cannot be kept as a file: {error}")
     else:
+        RunFolder(folder).checkpoints.keep_newest()
         evaluation.listener.say(f"the classifier is kept in {file}; `xmoco classify` applies it.")
 
 
@@ -311,8 +333,7 @@ def _report(
     evaluation: Evaluation,
     folder: Path,
     record: Record,
-    scores: Tensor,
-    labels: Tensor,
+    judged: Judged,
     train: ImageSet,
     test: ImageSet,
 ) -> None:
@@ -327,7 +348,7 @@ def _report(
         + (", frozen" if not protocol["backbone_rate"] else ""),
         "Trained on": f"{train.name}: {len(train):,} images"
         + (f", {share:.3g} of each class" if share != 1 else ""),
-        "Judged on": f"{test.name}: {len(test):,} images of {protocol['size']} px",
+        "Judged on": f"{test.name}: {len(judged.places):,} images of {protocol['size']} px",
         "Course": f"{protocol['epochs']} epochs, batches of {protocol['batch']}, crops of "
         f"{protocol['crop_size']} px",
         "Learning rates": ", ".join(f"{what} {rate:g}" for what, rate in rates.items() if rate),
@@ -336,7 +357,7 @@ def _report(
     report = write_classifier_report(
         folder,
         f"{protocol['name']} on {train.name}",
-        Verdicts(scores, labels, train.classes or ()),
+        Verdicts(judged.scores.cpu(), judged.labels.cpu(), judged.places, train.classes or ()),
         test,
         evaluation.input,
         facts,

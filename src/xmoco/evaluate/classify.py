@@ -31,6 +31,9 @@ from xmoco.train.loop import Plan
 
 MOMENTUM = 0.9
 HEAD_STD = 0.01
+LEAST_BATCH = 16
+"""To so few, batches shrink for the sake of steps: of fewer images, batch norm knows too little,
+and the rates are not made for them."""
 TEST_BATCH = 256
 CROPS_AND_FLIPS = AugmentationConfig(crop_scale=(0.08, 1.0), jitter=0.0, grey=0.0, blur=0.0)
 
@@ -74,7 +77,8 @@ class EpochProtocol(TrainingProtocol):
     least_steps: int = 1  # of an epoch: of few images, smaller batches are made
 
     def batch_for(self, images: int) -> int:
-        return max(2, min(self.batch, images // self.least_steps))
+        fewest = min(LEAST_BATCH, self.batch, images)
+        return max(2, fewest, min(self.batch, images // self.least_steps))
 
     def total_steps(self, steps_per_epoch: int, /) -> int:
         return self.epochs * steps_per_epoch

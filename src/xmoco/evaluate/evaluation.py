@@ -5,13 +5,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from xmoco.config import DataConfig, InputConfig
-from xmoco.data import ImageSet, Unreadable, open_images
+from xmoco.data import ImageSet, open_images
 from xmoco.data.fingerprint import tensors_digest
 from xmoco.data.layout import labels_needed
 from xmoco.data.sources import opened_once
@@ -19,7 +19,7 @@ from xmoco.data.transfer_sets import check_classes
 from xmoco.errors import UserError
 from xmoco.evaluate.cache import cached_features
 from xmoco.evaluate.classify import Classifier, class_scores
-from xmoco.evaluate.features import Features
+from xmoco.evaluate.features import Features, left_out_of, places_seen
 from xmoco.fabric import Fabric
 from xmoco.nn.backbone_files import Weights
 from xmoco.nn.weights import load_weights
@@ -44,6 +44,22 @@ def expect_numbers(features: Features) -> None:
             "the backbone's features are not all numbers: its weights are damaged, or it diverged "
             "in training."
         )
+
+
+LEFT_OUT = "it is left out"
+REPLACED = "another image takes its place"
+"""What becomes of an image that cannot be read: in judging, in training."""
+
+
+class Judged(NamedTuple):
+    """What a classifier says of the images of a set that can be read."""
+
+    scores: Tensor
+    """(n, classes), on the device."""
+    labels: Tensor
+    """There, too."""
+    places: Tensor
+    """int64 (n,), on the CPU: where in the set they stand."""
 
 
 class Listener:
@@ -101,8 +117,8 @@ class EvalOptions:
                     f"{name}={','.join(map(str, colour))} is not three {numbers}, one for each of "
                     "red, green and blue."
                 )
-        if isinstance(self.cache, str):
-            object.__setattr__(self, "cache", Path(self.cache))
+        if self.cache is not None:
+            object.__setattr__(self, "cache", Path(self.cache).expanduser())
 
     @property
     def told_pixels(self) -> dict[str, Rgb]:
@@ -172,7 +188,7 @@ class Evaluation:
 
         ``what`` the images are stands beside the progress.
         """
-        broken = Unreadable(len(images))
+        broken = left_out_of(images)
         features = cached_features(
             self.weights.backbone,
             images,
@@ -186,16 +202,14 @@ class Evaluation:
             on_progress=self.on_progress(f"features of {what}"),
             say=self.listener.say,
         )
-        self.tell_of(broken)
+        self.tell_of(broken, LEFT_OUT)
         expect_numbers(features)
         return features
 
-    def scores(
-        self, classifier: Classifier, images: ImageSet, border: bool = True
-    ) -> tuple[Tensor, Tensor]:
+    def scores(self, classifier: Classifier, images: ImageSet, border: bool = True) -> Judged:
         """What a classifier makes of the central views, and the labels."""
-        broken = Unreadable(len(images))
-        found = class_scores(
+        broken = left_out_of(images)
+        scores, labels = class_scores(
             classifier.backbone,
             classifier.head,
             images,
@@ -207,15 +221,17 @@ class Evaluation:
             unreadable=broken,
             on_progress=self.on_progress("judging"),
         )
-        self.tell_of(broken)
-        return found
+        self.tell_of(broken, LEFT_OUT)
+        places = places_seen(images, broken)
+        rows = places.to(scores.device)
+        return Judged(scores[rows], labels[rows], places)
 
-    def tell_of(self, unreadable: Iterable[tuple[str, str]]) -> None:
+    def tell_of(self, unreadable: Iterable[tuple[str, str]], consequence: str = REPLACED) -> None:
         """Say which images could not be read, of each once."""
         for where, why in unreadable:
             if where not in self.unreadable:
                 self.unreadable.add(where)
-                self.listener.say(f"{where} cannot be read ({why}); another image takes its place.")
+                self.listener.say(f"{where} cannot be read ({why}); {consequence}.")
 
     def on_progress(self, stage: str) -> Callable[[int, int], None]:
         return partial(self.listener.progress, stage)
@@ -295,6 +311,11 @@ def labelled_splits_of(data: DataConfig) -> tuple[ImageSet, ImageSet | None]:
     assert train is not None
     for images in filter(None, (train, test)):
         if images.labels is None:
+            if images.misplaced is not None:
+                raise UserError(
+                    f"{images.name} has no labels: {images.misplaced}; put every image directly "
+                    "into the folder of its class, or remove it."
+                )
             raise UserError(
                 f"{images.name} has no labels: put the images into one subfolder per class, of at "
                 "least two classes."

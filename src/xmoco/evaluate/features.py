@@ -5,7 +5,7 @@ classifier) sees to it. Room for all of them is taken once: on the device where 
 host memory where they are many (those of ImageNet take 10 GB).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from typing import NamedTuple
 
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from xmoco.config import InputConfig
 from xmoco.data import Batch, ImageSet, Unreadable, in_order
 from xmoco.data.batches import Progress
+from xmoco.data.imagesets import ArrayImages, RaggedImages
+from xmoco.data.unreadable import allowed
 from xmoco.data.views import central
 from xmoco.distributed import gather_parts, own_part, processes, share_buffers
 
@@ -25,6 +27,18 @@ FEW = 100_000
 """Images to which cuDNN's search for the best algorithms does not pay."""
 
 
+def left_out_of(images: ImageSet) -> Unreadable:
+    """Notes images that cannot be read and do not count: another in its place would be judged
+    twice and, where every image is judged by all the others, by itself. There may be as many as
+    are replaced in training."""
+    return Unreadable(len(images), left_out=True, most=allowed(len(images)))
+
+
+def unreadable_fact(images: int, used: int) -> dict[str, int]:
+    """What a protocol says of images that could not be read; nothing where all could."""
+    return {"unreadable": images - used} if used < images else {}
+
+
 class Features(NamedTuple):
     """What was seen of a set, in its order."""
 
@@ -32,7 +46,10 @@ class Features(NamedTuple):
     """float32 (n, d), as the backbone gives them; on the device or, where large, on the CPU."""
     labels: Tensor | None
     """int64 (n,) or, with several labels per image, bool (n, classes), on the CPU. Those of the
-    images really seen: an unreadable one is replaced by the next, which may be of another class."""
+    images really seen: an unreadable one is replaced by the next, which may be of another class,
+    unless such are left out."""
+    places: Tensor
+    """int64 (n,), on the CPU: where in the set they stand. All but those left out."""
 
 
 def backbone_features(
@@ -52,7 +69,8 @@ def backbone_features(
     With a ``border`` the central view leaves one out, as is usual for ImageNet; without, it is as
     large as the image allows (see ``central``). The backbone is left in the mode it was found in.
     ``together``, each process looks at a part of the images, with the first one's running
-    statistics, and gets the features of all.
+    statistics, and gets the features of all. Where ``unreadable`` says that images are left out,
+    they have no features.
     """
 
     def see(batch: Batch) -> Tensor:
@@ -77,6 +95,7 @@ def pixel_features(
     readers: int = 8,
     *,
     together: bool = False,
+    unreadable: Unreadable | None = None,
 ) -> Features:
     """Raw pixels of small central views: what no learning at all gives."""
     side = pixel_side(input)
@@ -84,7 +103,7 @@ def pixel_features(
     def see(batch: Batch) -> Tensor:
         return central(batch.images, batch.sizes, side, input).flatten(1)
 
-    return _features(see, images, device, readers, together)
+    return _features(see, images, device, readers, together, unreadable)
 
 
 def pixel_side(input: InputConfig) -> int:
@@ -138,7 +157,39 @@ def _features(
                 on_progress(done, len(part))
     assert vectors is not None, "a set without images is refused when it is opened"
     known = torch.cat(labels) if labels else None
+    leaves_out = unreadable is not None and unreadable.left_out
+    shown = _shown(images, unreadable or ())[part.start : part.stop] if leaves_out else None
     if together:
         vectors = gather_parts(vectors, len(images), device)
         known = None if known is None else gather_parts(known, len(images), device)
-    return Features(vectors, known)
+        shown = None if shown is None else gather_parts(shown, len(images), device)
+    places = torch.arange(len(images)) if shown is None else _first_of_each(shown)
+    if len(places) < len(images):
+        vectors = vectors[places.to(vectors.device)]
+        known = None if known is None else known[places]
+    return Features(vectors, known, places)
+
+
+def places_seen(images: ImageSet, unreadable: Iterable[tuple[str, str]]) -> Tensor:
+    """Where in the set each image that can be read stands: once, also where a set that is decoded
+    already has one in another's place, too."""
+    return _first_of_each(_shown(images, unreadable))
+
+
+def _shown(images: ImageSet, unreadable: Iterable[tuple[str, str]]) -> Tensor:
+    """Which image stands at each place; -1 where none does."""
+    if isinstance(images, ArrayImages | RaggedImages):
+        return images.shown
+    shown = torch.arange(len(images))
+    gone = dict(unreadable)
+    if gone:  # names are asked for only then: there may be millions
+        shown[[place for place in range(len(images)) if images.where(place) in gone]] = -1
+    return shown
+
+
+def _first_of_each(shown: Tensor) -> Tensor:
+    first: dict[int, int] = {}
+    for place, image in enumerate(shown.tolist()):
+        if image >= 0:
+            first.setdefault(image, place)
+    return torch.tensor([*first.values()], dtype=torch.int64)

@@ -68,6 +68,7 @@ class GridFile:
     path: Path
     values: dict[Point, float] = field(default_factory=dict)
     result: float | None = None  # of the best point, on the test images
+    unreadable: int = 0  # of these
 
     @classmethod
     def open(cls, folder: Path, settings: dict[str, Any]) -> "GridFile":
@@ -91,6 +92,7 @@ class GridFile:
     def _take(self, entry: dict[str, Any]) -> None:
         if "result" in entry:
             self.result = float(entry["result"])
+            self.unreadable = int(entry.get("unreadable", 0))
         else:
             self.values[Point(entry["rate"], entry["weight_decay"])] = float(entry["value"])
 
@@ -99,10 +101,10 @@ class GridFile:
         self._append({**point._asdict(), "value": value})
         return self
 
-    def finish(self, result: float) -> "GridFile":
-        """What the best point reached on the test images."""
-        self.result = result
-        self._append({"result": result})
+    def finish(self, result: float, unreadable: int) -> "GridFile":
+        """What the best point reached on the test images, of which some may be unreadable."""
+        self.result, self.unreadable = result, unreadable
+        self._append({"result": result, **({"unreadable": unreadable} if unreadable else {})})
         return self
 
     def best(self) -> tuple[Point, float]:

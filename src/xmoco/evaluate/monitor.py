@@ -8,7 +8,14 @@ from torch import Tensor, nn
 
 from xmoco.config import Config
 from xmoco.data import ImageSet
-from xmoco.evaluate.features import Features, backbone_features, pixel_features, pixel_side
+from xmoco.evaluate.features import (
+    Features,
+    backbone_features,
+    left_out_of,
+    pixel_features,
+    pixel_side,
+    unreadable_fact,
+)
 from xmoco.evaluate.knn import knn_accuracy, nearest_neighbours, voters
 from xmoco.nn.backbone_files import weights_name
 from xmoco.records import Record
@@ -18,8 +25,8 @@ from xmoco.records import Record
 class Monitor:
     """Measures kNN accuracy on labelled images: test images judged by training images.
 
-    Without a test split every training image is judged by the others. All processes measure
-    together, each a part, and get the same records.
+    Without a test split every training image is judged by the others. Images that cannot be read
+    are left out. All processes measure together, each a part, and get the same records.
     """
 
     config: Config
@@ -43,7 +50,14 @@ class Monitor:
     def raw_pixels(self) -> Record:
         input, readers = self.config.input, self.config.run.readers
         sets = [
-            pixel_features(images, input, self.device, readers, together=True)
+            pixel_features(
+                images,
+                input,
+                self.device,
+                readers,
+                together=True,
+                unreadable=left_out_of(images),
+            )
             for images in self._sets()
         ]
         record = self._judge(sets, subject="raw pixels", features="pixels", epoch=0, step=0)
@@ -78,7 +92,8 @@ class Monitor:
         _, similarities, positions = next(
             nearest_neighbours(bank, asked, k + extra, device=self.device)
         )
-        return chosen, positions[:, extra:].cpu(), similarities[:, extra:].cpu()
+        positions = sets[0].places[positions[:, extra:].cpu()]
+        return sets[-1].places[chosen], positions, similarities[:, extra:].cpu()
 
     def _sets(self) -> list[ImageSet]:
         return [self.train] if self.test is None else [self.train, self.test]
@@ -86,7 +101,15 @@ class Monitor:
     def _features(self, backbone: nn.Module, together: bool = True) -> list[Features]:
         input, readers = self.config.input, self.config.run.readers
         return [
-            backbone_features(backbone, images, input, self.device, readers, together=together)
+            backbone_features(
+                backbone,
+                images,
+                input,
+                self.device,
+                readers,
+                together=together,
+                unreadable=left_out_of(images),
+            )
             for images in self._sets()
         ]
 
@@ -114,10 +137,13 @@ class Monitor:
             "features": features,
             "size": self.config.input.central_size,
             "k": monitor.knn_k,
-            "voters": voters(monitor.knn_k, len(self.train), leave_one_out),
+            "voters": voters(monitor.knn_k, len(bank.places), leave_one_out),
             "temperature": monitor.knn_temperature,
-            "bank_images": len(self.train),
-            "judged_images": len(self._sets()[-1]),
+            "bank_images": len(bank.places),
+            "judged_images": len(sets[-1].places),
+            **unreadable_fact(
+                sum(map(len, self._sets())), sum(len(features.places) for features in sets)
+            ),
             "epoch": epoch,
             "step": step,
         }

@@ -24,13 +24,15 @@ from xmoco.data.transfer_sets import Metric, TransferSet, open_transfer_set
 from xmoco.errors import UserError, nearest
 from xmoco.evaluate.classify import train_classifier
 from xmoco.evaluate.evaluation import (
+    LEFT_OUT,
+    REPLACED,
     EvalOptions,
     Evaluation,
     Listener,
     check_seed,
     tell_what_is_passed_over,
 )
-from xmoco.evaluate.features import Features
+from xmoco.evaluate.features import Features, unreadable_fact
 from xmoco.evaluate.grid import GRIDS, Grid, GridFile, Point
 from xmoco.evaluate.logistic import ITERATIONS_ALONE, STRENGTHS, fit, fit_path
 from xmoco.evaluate.metrics import eleven_point_map, mean_per_class, top_k
@@ -90,7 +92,7 @@ def evaluate_transfer(
         method = re.sub(r"[^\w.+-]+", "_", evaluation.weights.card.method)
         out = Path("runs", "transfer", f"{method}-{evaluation.digest}-{grid}")
     with evaluation.together():
-        return _end_to_end(evaluation, data, GRIDS[grid], seed, Path(out) / data.name)
+        return _end_to_end(evaluation, data, GRIDS[grid], seed, Path(out).expanduser() / data.name)
 
 
 def _frozen(evaluation: Evaluation, images: TransferSet) -> Record:
@@ -125,6 +127,10 @@ def _frozen(evaluation: Evaluation, images: TransferSet) -> Record:
         "transfer_frozen",
         judge(model.scores(test.vectors), test.labels),
         evaluation.weights.card.seed,
+        {
+            name: len(part.labels)
+            for name, part in (("train", train), ("validation", validation), ("judged", test))
+        },
         name="transfer, frozen",
         strength=chosen,
         strengths=len(STRENGTHS),
@@ -160,6 +166,7 @@ def _end_to_end(
         "transfer_end_to_end",
         file.result,
         seed,
+        {"judged": len(images.test) - file.unreadable},
         crop_size=evaluation.input.size,
         **dataclasses.asdict(protocol) | {"batch": protocol.batch_for(images_learned)},
         grid=grid.name,
@@ -193,8 +200,9 @@ def _settings(
     }
 
 
-def _kept(evaluation: Evaluation, images: ImageSet) -> ImageSet:
-    """Decoded once and kept on the device, if there is room."""
+def _kept(evaluation: Evaluation, images: ImageSet, consequence: str) -> ImageSet:
+    """Decoded once and kept on the device, if there is room; the consequence is that of not being
+    readable."""
     broken = Unreadable(len(images))
     kept = preload(
         images,
@@ -203,7 +211,7 @@ def _kept(evaluation: Evaluation, images: ImageSet) -> ImageSet:
         unreadable=broken,
         on_progress=evaluation.on_progress("decoding images"),
     )
-    evaluation.tell_of(broken)
+    evaluation.tell_of(broken, consequence)
     return kept
 
 
@@ -221,13 +229,13 @@ class _Search:
     def try_points(self, file: GridFile) -> GridFile:
         """Those that are not done yet, each judged on the validation images."""
         evaluation, points = self.evaluation, self.grid.points
-        train = _kept(evaluation, self.images.train)
-        validation = _kept(evaluation, self.images.validation)
+        train = _kept(evaluation, self.images.train, REPLACED)
+        validation = _kept(evaluation, self.images.validation, LEFT_OUT)
         for number, point in enumerate(points, start=1):
             place = self.folder / str(point)
             if point not in file.values:
                 stage = f"grid point {number} of {len(points)}"
-                value = self._reached(point, train, validation, place, stage)
+                value, _ = self._reached(point, train, validation, place, stage)
                 file = on_first(evaluation.fabric, partial(file.add, point, value))
             self._remove(place)
             best, value = file.best()
@@ -245,9 +253,9 @@ class _Search:
             )
         place = self.folder / f"chosen-{chosen}"
         if file.result is None:
-            both = _kept(evaluation, images.train_and_validation)
-            test = _kept(evaluation, images.test)
-            result = self._reached(chosen, both, test, place, "the point chosen")
+            both = _kept(evaluation, images.train_and_validation, REPLACED)
+            test = _kept(evaluation, images.test, LEFT_OUT)
+            result, judged = self._reached(chosen, both, test, place, "the point chosen")
             if result < 0:
                 self._remove(place)
                 raise UserError(
@@ -255,7 +263,7 @@ class _Search:
                     f"{chosen.weight_decay:.2g}) diverged when trained on all images: try another "
                     "--seed."
                 )
-            file = on_first(evaluation.fabric, partial(file.finish, result))
+            file = on_first(evaluation.fabric, partial(file.finish, result, len(test) - judged))
         self._remove(place)
         return file
 
@@ -265,9 +273,9 @@ class _Search:
 
     def _reached(
         self, point: Point, train: ImageSet, judged: ImageSet, place: Path, stage: str
-    ) -> float:
-        """What a copy of the backbone reaches on ``judged`` after training; -1 if its loss
-        exploded."""
+    ) -> tuple[float, int]:
+        """What a copy of the backbone reaches on ``judged`` after training, and of how many images
+        that could be read; -1 if its loss exploded."""
         evaluation, protocol = self.evaluation, self.grid.protocol(point)
         try:
             classifier = train_classifier(
@@ -285,12 +293,12 @@ class _Search:
                 say=evaluation.listener.say,
             )
         except DivergedError:
-            return -1.0
+            return -1.0, len(judged)
         evaluation.tell_of(RunFolder(place).unreadable())
 
-        def judge() -> float:
-            scores, labels = evaluation.scores(classifier, judged, border=False)
-            return METRICS[self.images.metric](scores, labels)
+        def judge() -> tuple[float, int]:
+            scores, labels, places = evaluation.scores(classifier, judged, border=False)
+            return METRICS[self.images.metric](scores, labels), len(places)
 
         return on_first(evaluation.fabric, judge)
 
@@ -301,8 +309,12 @@ def _record(
     measure: str,
     value: float,
     seed: int,
+    used: dict[str, int],
     **protocol: Any,
 ) -> Record:
+    """``used`` are how many images of a part could be read and were; of others, all."""
+    parts = {"train": images.train, "validation": images.validation, "judged": images.test}
+    counts = {name: len(part) for name, part in parts.items()}
     return evaluation.record(
         measure,
         value,
@@ -314,7 +326,6 @@ def _record(
         set=images.name,
         metric=images.metric,
         **protocol,
-        train_images=len(images.train),
-        validation_images=len(images.validation),
-        judged_images=len(images.test),
+        **{f"{name}_images": count for name, count in (counts | used).items()},
+        **unreadable_fact(sum(counts.values()), sum((counts | used).values())),
     )

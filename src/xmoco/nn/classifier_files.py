@@ -89,7 +89,7 @@ def load_classifier(weights: str | Path) -> nn.Module:
 
 
 def read_classifier(weights: str | Path) -> tuple[nn.Module, ClassifierCard, BackboneCard]:
-    path = _file(Path(weights))
+    path = _file(Path(weights).expanduser())
     card = classifier_card(own_header(path), path)
     if card is None:
         raise UserError(

@@ -237,7 +237,7 @@ def read_header(weights: str | Path) -> tuple[dict[str, Any] | None, Path]:
 
 def _weights_file(weights: str | Path) -> tuple[Path, list[str]]:
     """Where the weights are, and what is to be said of it."""
-    path, notes = Path(weights), list[str]()
+    path, notes = Path(weights).expanduser(), list[str]()
     if path.is_dir():
         path, notes = _file_of_run(path)
     if not path.is_file():

@@ -1,5 +1,7 @@
 """``report.html`` of a classifier: how often it is right, class by class, and what it mistakes."""
 
+import csv
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -9,6 +11,8 @@ from torch import Tensor
 
 from xmoco.config import InputConfig
 from xmoco.data import ImageSet
+from xmoco.evaluate.metrics import mean_per_class
+from xmoco.files import write_whole
 from xmoco.nn.classifier_files import FILE
 from xmoco.report.history import read_history
 from xmoco.report.page import curves, details, read_text, sheet, table, write_page
@@ -17,6 +21,7 @@ from xmoco.report.pictures import central_pictures
 from xmoco.report.sheets import captioned_sheet
 
 MISTAKES = 24
+MISTAKES_FILE = "mistakes.csv"
 COLUMNS = 8
 WEAKEST = 20
 """Classes that are shown at once; all are, of a few more."""
@@ -32,6 +37,8 @@ class Verdicts:
     scores: Tensor
     """(images, classes)"""
     labels: Tensor
+    places: Tensor
+    """Where in their set the images stand, some of which may have been unreadable."""
     classes: Sequence[str]
 
     @property
@@ -45,11 +52,11 @@ class Verdicts:
         places = self.labels * count + self.said
         return places.bincount(minlength=count**2).view(count, count)
 
-    def surest_mistakes(self, most: int) -> tuple[Tensor, Tensor]:
-        """Images of which it is surest and wrong, the surest first; and how sure."""
+    def mistakes(self) -> tuple[Tensor, Tensor]:
+        """Images of which it is wrong, those first of which it is surest; and how sure."""
         sure = self.scores.softmax(dim=1).amax(dim=1)
         wrong = (self.said != self.labels).nonzero().flatten()
-        order = sure[wrong].argsort(descending=True, stable=True)[:most]
+        order = sure[wrong].argsort(descending=True, stable=True)
         return wrong[order], sure[wrong[order]]
 
 
@@ -88,14 +95,15 @@ def write_classifier_report(
     input: InputConfig,
     facts: Mapping[str, str],
 ) -> Path:
-    """``images`` are those of the verdicts; ``facts`` tell how the classifier was made."""
-    verdicts = Verdicts(verdicts.scores.cpu(), verdicts.labels.cpu(), verdicts.classes)
+    """``images`` are the set of the verdicts; ``facts`` tell how the classifier was made."""
     right = 100 * float((verdicts.said == verdicts.labels).double().mean())
+    per_class = mean_per_class(verdicts.scores, verdicts.labels)
+    _write_mistakes(verdicts, images, run / MISTAKES_FILE)
     sections = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="soft">run {escape(run.resolve().name)}</p>',
-        f'<p class="lead">Right for {right:.1f} % of {len(images):,} images that training did not '
-        "see.</p>",
+        f'<p class="lead">Right for {right:.1f} % of {len(verdicts.labels):,} images that training '
+        f"did not see, and for {per_class:.1f} % in the mean of the classes.</p>",
         f"<h2>The classifier</h2>{table(facts.items())}",
         _by_class(class_rows(verdicts)),
         _mistakes(verdicts, images, input),
@@ -136,24 +144,39 @@ def _class_table(rows: Sequence[ClassRow]) -> str:
 
 
 def _mistakes(verdicts: Verdicts, images: ImageSet, input: InputConfig) -> str:
-    places, sure = verdicts.surest_mistakes(MISTAKES)
-    if not len(places):
+    rows, sure = (found[:MISTAKES] for found in verdicts.mistakes())
+    if not len(rows):
         return "<h2>Surest mistakes</h2><p>There are none: all images were recognised.</p>"
     captions = [
         [f"{100 * share:.0f} % {verdicts.classes[said]}", f"is {verdicts.classes[label]}"]
         for said, share, label in zip(
-            verdicts.said[places].tolist(),
+            verdicts.said[rows].tolist(),
             sure.tolist(),
-            verdicts.labels[places].tolist(),
+            verdicts.labels[rows].tolist(),
             strict=True,
         )
     ]
+    places = verdicts.places[rows]
+    paths = ["/".join(images.where(place).split("/")[-2:]) for place in places.tolist()]
     pictures, _ = central_pictures(images, places, input)
     about = (
         "The images of which the classifier was surest and wrong: the probability that it gave to "
-        "which class, and the class by the label. Wrong labels are often among them."
+        "which class, the class by the label, and the file. Wrong labels are often among them. All "
+        f"mistakes are listed in {MISTAKES_FILE}."
     )
-    return sheet("Surest mistakes", about, captioned_sheet([*pictures], captions, COLUMNS))
+    return sheet("Surest mistakes", about, captioned_sheet([*pictures], captions, paths, COLUMNS))
+
+
+def _write_mistakes(verdicts: Verdicts, images: ImageSet, path: Path) -> None:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["image", "label", "said", "probability"])
+    rows, sure = verdicts.mistakes()
+    found = (of[rows].tolist() for of in (verdicts.places, verdicts.labels, verdicts.said))
+    for place, label, said, share in zip(*found, sure.tolist(), strict=True):
+        names = (verdicts.classes[label], verdicts.classes[said])
+        writer.writerow([images.where(place), *names, f"{share:.4f}"])
+    write_whole(path, text.getvalue().encode(errors="surrogateescape"))  # as on the disk
 
 
 def _how_to_load(run: Path) -> str:

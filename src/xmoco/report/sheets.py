@@ -93,15 +93,18 @@ def neighbours_sheet(
 
 
 def captioned_sheet(
-    pictures: Sequence[Tensor], captions: Sequence[Sequence[str]], columns: int
+    pictures: Sequence[Tensor],
+    captions: Sequence[Sequence[str]],
+    paths: Sequence[str],
+    columns: int,
 ) -> bytes:
-    """Pictures row by row, each with its lines below."""
+    """Pictures row by row, each with its lines below, and the end of its path."""
     rows, columns = -(-len(pictures) // columns), min(columns, len(pictures))
-    sheet = _Sheet(rows, columns, lines=max(map(len, captions)))
-    for number, (picture, lines) in enumerate(zip(pictures, captions, strict=True)):
+    sheet = _Sheet(rows, columns, lines=1 + max(map(len, captions)))
+    for number, (picture, lines, path) in enumerate(zip(pictures, captions, paths, strict=True)):
         row, column = divmod(number, columns)
         sheet.show(row, column, picture)
-        sheet.caption(row, column, lines)
+        sheet.caption(row, column, [*lines, sheet.end_of(path)])
     return to_png(sheet.figure)
 
 
@@ -170,6 +173,18 @@ class _Sheet(Canvas):
             fitting = self._fitting(line, CAPTION, CELL - GAP)
             below = y + CELL / 2 + LINE * (number + 0.5)
             self.write(x, below, fitting, fontsize=CAPTION, color=colour)
+
+    def end_of(self, path: str) -> str:
+        """As much of a path as fits below a picture: its end, where files differ."""
+        path = printable(path)
+        if self.width(path, fontsize=CAPTION) <= CELL - GAP:
+            return path
+        kept = bisect(
+            range(1, len(path)),
+            CELL - GAP,
+            key=lambda n: self.width(f"…{path[-n:]}", fontsize=CAPTION),
+        )
+        return f"…{path[-kept:]}" if kept else "…"
 
     def frame(self, picture: AxesImage, colour: str, line: LineStyleType) -> None:
         left, right, bottom, top = picture.get_extent()
