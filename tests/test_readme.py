@@ -318,7 +318,7 @@ class StandIns:
             (xmoco.report.tables, "draw_transfer", lambda asked: [asked["out"]]),
             (xmoco.detect.tables, "draw_detection", lambda asked: [asked["out"]]),
             (xmoco.tables.running, "run_table", self.table),
-            (xmoco.export, "export", self.export),
+            (xmoco.export, "export_weights", self.export),
             (xmoco.export, "how_to_load", lambda asked: f"load {asked}"),
             (xmoco.demo, "run_demo", lambda _: {}),
         ):

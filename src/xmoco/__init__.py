@@ -11,6 +11,7 @@ The whole public surface::
     xmoco.evaluate_knn(result.weights, "patterns")           # how good is it?
     xmoco.evaluate_finetune(result.weights, "pets/", out="runs/pets")  # a classifier
     xmoco.classify("runs/pets", "photos/")                   # what is in each image?
+    xmoco.export_weights("runs/pets", to="onnx")             # for other programs
 """
 
 import importlib
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from xmoco.evaluate.evaluation import EvalOptions as EvalOptions
     from xmoco.evaluate.transfer import evaluate_transfer as evaluate_transfer
     from xmoco.evaluate.transform import load_transform as load_transform
+    from xmoco.export.exporting import export_weights as export_weights
     from xmoco.losses import BatchXMoCoLoss as BatchXMoCoLoss
     from xmoco.losses import XMoCoLoss as XMoCoLoss
     from xmoco.nn.classifier_files import load_classifier as load_classifier
@@ -48,6 +50,7 @@ _WHERE = {
     "evaluate_knn": "xmoco.evaluate.classification",
     "evaluate_linear": "xmoco.evaluate.classification",
     "evaluate_transfer": "xmoco.evaluate.transfer",
+    "export_weights": "xmoco.export.exporting",
     "load_backbone": "xmoco.nn.weights",
     "load_classifier": "xmoco.nn.classifier_files",
     "load_detector": "xmoco.detect.detector_files",
@@ -67,6 +70,7 @@ __all__ = [
     "evaluate_knn",
     "evaluate_linear",
     "evaluate_transfer",
+    "export_weights",
     "load_backbone",
     "load_classifier",
     "load_detector",

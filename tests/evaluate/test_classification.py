@@ -436,7 +436,7 @@ def test_a_finished_classifier_is_judged_again_without_training(
     weights: Path, two_splits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linear = partial(xmoco.evaluate_linear, weights, two_splits, epochs=1)
-    monkeypatch.setattr(loop._SaveClock, "due", lambda *_: True)
+    monkeypatch.setattr(loop.SaveClock, "due", lambda *_: True)
     first = linear()
     assert len(checkpoints(the_run())) == 1, "the classifier is kept beside it"
     name = the_run().name

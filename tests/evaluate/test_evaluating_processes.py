@@ -177,7 +177,7 @@ def test_from_the_command_line(
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("top-1") == 1  # one process speaks
     records = [json.loads(line) for line in (tmp_path / "kept.jsonl").read_text().splitlines()]
-    assert [record["protocol"]["processes"] for record in records] == [2, 2]
+    assert [record["protocol"]["processes"] for record in records] == [2, 2, 2]
     monkeypatch.chdir(tmp_path)
     again = run_cli(*given)
     assert_done(again)

@@ -27,7 +27,7 @@ from helpers import (
     run_cli,
 )
 from xmoco.errors import UserError
-from xmoco.export import export, exporting, how_to_load, to_onnx, to_timm
+from xmoco.export import export_weights, exporting, how_to_load, to_onnx, to_timm
 from xmoco.export.contents import Contents
 from xmoco.nn import checkpoint_formats
 from xmoco.nn.architectures import BACKBONES, TimmModel
@@ -119,7 +119,7 @@ def follow(advice: str) -> Any:
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
 def test_torchvision(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     weights = request.getfixturevalue(name)
-    path = export(weights, "torchvision", tmp_path / "model.pth")
+    path = export_weights(weights, "torchvision", tmp_path / "model.pth")
     model = torchvision.models.get_model(name)
     report = model.load_state_dict(torch.load(path, weights_only=True), strict=False)
     assert set(report.missing_keys) == {"fc.weight", "fc.bias"}
@@ -136,7 +136,7 @@ def test_torchvision_with_other_widths_and_stems(
     name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     weights = request.getfixturevalue(name)
-    path = export(weights, "torchvision", tmp_path / "model.pth")
+    path = export_weights(weights, "torchvision", tmp_path / "model.pth")
     advice = how_to_load(weights, "torchvision", path)
     assert "xmoco." not in advice.replace("xmoco.load_backbone(", ""), "only what is public"
     model = follow(advice)
@@ -150,7 +150,7 @@ def test_torchvision_with_other_widths_and_stems(
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "wide"])
 def test_timm(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     weights = request.getfixturevalue(name)
-    path = export(weights, "timm", tmp_path / "model.pth")
+    path = export_weights(weights, "timm", tmp_path / "model.pth")
     model = follow(how_to_load(weights, "timm", path))
     assert type(model).__module__.startswith("timm.")
     assert_same_features(model.eval(), weights, side=64)
@@ -184,7 +184,7 @@ def timm_weights(request: pytest.FixtureRequest, folder: Path) -> Path:
 
 
 def test_models_of_timm_go_back_to_timm(timm_weights: Path, tmp_path: Path) -> None:
-    path = export(timm_weights, "timm", tmp_path / "model.pth")
+    path = export_weights(timm_weights, "timm", tmp_path / "model.pth")
     advice = how_to_load(timm_weights, "timm", path)
     sized = ", img_size=32, dynamic_img_size=True" if "vit" in timm_weights.name else ""
     assert f"{timm_weights.name!r}, num_classes=0, checkpoint_path={str(path)!r}{sized}\n" in advice
@@ -193,7 +193,7 @@ def test_models_of_timm_go_back_to_timm(timm_weights: Path, tmp_path: Path) -> N
 
 
 def test_models_of_timm_go_to_onnx(timm_weights: Path, tmp_path: Path) -> None:
-    path = export(timm_weights, "onnx", tmp_path / "model.onnx")
+    path = export_weights(timm_weights, "onnx", tmp_path / "model.onnx")
     session, images = follow(how_to_load(timm_weights, "onnx", path)), random_images(7)
     (found,) = session.run(None, {"images": images.numpy()})
     with torch.no_grad():
@@ -294,7 +294,7 @@ def test_detectron2(
     name: str, blocks: list[int], width: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     weights = request.getfixturevalue(name)
-    path = export(weights, "detectron2", tmp_path / "model.pkl")
+    path = export_weights(weights, "detectron2", tmp_path / "model.pkl")
     product = pickle.loads(path.read_bytes())
     assert product.keys() == {"model", "__author__", "matching_heuristics"}
     assert product["__author__"] == "xmoco"
@@ -369,7 +369,7 @@ def test_convolutional_networks_take_images_of_any_size_in_onnx(
     card = replace(CARD, backbone=name, size=48)
     weights = tmp_path / "backbone.safetensors"
     save_backbone(build_backbone(name, size=48), card, weights)
-    path = export(weights, "onnx", tmp_path / "model.onnx")
+    path = export_weights(weights, "onnx", tmp_path / "model.onnx")
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     assert session.get_inputs()[0].shape == ["batch", 3, *sides]
     if sides == ["height", "width"]:
@@ -391,7 +391,7 @@ def test_onnx_is_for_the_size_that_evaluations_show(eval_size: int, tmp_path: Pa
     card = replace(CARD, backbone="tiny", stem="cifar", eval_size=eval_size)
     weights = tmp_path / "backbone.safetensors"
     save_backbone(build_backbone("tiny", "cifar"), card, weights)
-    path = export(weights, "onnx", tmp_path / "model.onnx")
+    path = export_weights(weights, "onnx", tmp_path / "model.onnx")
     assert f"images of {eval_size} × {eval_size}" in how_to_load(weights, "onnx", path)
 
 
@@ -405,12 +405,12 @@ def test_a_product_that_differs_at_a_second_size_is_not_kept(
 
     monkeypatch.setitem(exporting.TARGETS, "torchvision", replace(target, outputs=outputs))
     with pytest.raises(UserError, match="not kept: read back by torchvision, it gives features"):
-        export(tiny, "torchvision")
+        export_weights(tiny, "torchvision")
     assert [path.name for path in tiny.iterdir()] == ["backbone.safetensors"]
 
 
 def test_onnx(tiny: Path, tmp_path: Path) -> None:
-    path = export(tiny, "onnx", tmp_path / "model.onnx")
+    path = export_weights(tiny, "onnx", tmp_path / "model.onnx")
     model = onnx.load(path)
     onnx.checker.check_model(model, full_check=True)
     assert [entry.version for entry in model.opset_import if not entry.domain] == [20]
@@ -469,7 +469,7 @@ def test_classifiers(to: str, name: str, request: pytest.FixtureRequest, tmp_pat
         weights = save_classes(save_lively(tmp_path / name, f"timm:{name}"))
     else:
         weights = save_classes(request.getfixturevalue(name))
-    path, images = export(weights, to, tmp_path / "model.pth"), random_images()
+    path, images = export_weights(weights, to, tmp_path / "model.pth"), random_images()
     advice = how_to_load(weights, to, path)
     names: dict[str, Any] = {}
     exec(advice, names)
@@ -482,7 +482,7 @@ def test_classifiers(to: str, name: str, request: pytest.FixtureRequest, tmp_pat
 
 def test_classifiers_to_onnx(tiny: Path, tmp_path: Path) -> None:
     weights = save_classes(tiny)
-    path, images = export(weights, "onnx", tmp_path / "model.onnx"), random_images()
+    path, images = export_weights(weights, "onnx", tmp_path / "model.onnx"), random_images()
     names: dict[str, Any] = {"images": images.numpy()}
     exec(how_to_load(weights, "onnx", path), names)
     assert tuple(names["classes"]) == CLASSES
@@ -531,7 +531,7 @@ def test_a_classifier_with_other_scores_is_not_kept(
 
     monkeypatch.setitem(exporting.TARGETS, "timm", replace(target, write=write))
     with pytest.raises(UserError, match="not kept: read back by timm, it gives scores that differ"):
-        export(run, "timm")
+        export_weights(run, "timm")
     assert [path.name for path in run.iterdir()] == ["classifier.safetensors"]
 
 
@@ -540,9 +540,10 @@ def test_a_classifier_with_other_scores_is_not_kept(
 
 def test_default_files_lie_beside_the_weights(tmp_path: Path) -> None:
     run = save_lively(tmp_path / "run", "resnet18")
-    assert export(run, "torchvision") == run / "backbone.torchvision.pth"
+    assert export_weights(run, "torchvision") == run / "backbone.torchvision.pth"
     assert (
-        export(str(run / "backbone.safetensors"), "detectron2") == run / "backbone.detectron2.pkl"
+        export_weights(str(run / "backbone.safetensors"), "detectron2")
+        == run / "backbone.detectron2.pkl"
     )
     assert {path.name for path in run.iterdir()} == {
         "backbone.safetensors",
@@ -652,7 +653,7 @@ def test_a_product_with_other_features_is_not_kept(
     monkeypatch.setitem(exporting.TARGETS, to, replace(target, write=write))
     before = fingerprint(run)
     with pytest.raises(UserError, match=rf"not kept: read back by {to}, it gives features that"):
-        export(run, to)
+        export_weights(run, to)
     assert fingerprint(run) == before
 
 
@@ -686,7 +687,7 @@ def test_a_product_with_more_than_the_backbone_is_not_kept(
 
     monkeypatch.setitem(exporting.TARGETS, to, replace(target, write=write))
     with pytest.raises(UserError, match=f"{to} cannot read it back"):
-        export(resnet18, to)
+        export_weights(resnet18, to)
     assert [path.name for path in resnet18.iterdir()] == ["backbone.safetensors"]
 
 

@@ -202,10 +202,9 @@ def export(
 
     The new file is read back and kept only if it gives the same features or scores.
     """
-    from xmoco.export import export as write_export
-    from xmoco.export import how_to_load
+    from xmoco.export import export_weights, how_to_load
 
-    path = write_export(weights, to, out, configs, backbone_only=backbone)
+    path = export_weights(weights, to, out, configs, backbone_only=backbone)
     if configs is not None:
         print_plain(f"configs  {configs}")
     how = how_to_load(weights, to, path, backbone_only=backbone)

@@ -2,10 +2,10 @@
 
 ::
 
-    path = xmoco.export.export("runs/demo/xmoco", to="onnx")
+    path = xmoco.export_weights("runs/demo/xmoco", to="onnx")
     print(xmoco.export.how_to_load("runs/demo/xmoco", "onnx", path))
 """
 
-from xmoco.export.exporting import export, how_to_load
+from xmoco.export.exporting import export_weights, how_to_load
 
-__all__ = ["export", "how_to_load"]
+__all__ = ["export_weights", "how_to_load"]

@@ -68,7 +68,7 @@ TARGETS = {
 }
 
 
-def export(
+def export_weights(
     weights: str | Path,
     to: str,
     out: str | Path | None = None,
