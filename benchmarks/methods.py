@@ -13,6 +13,7 @@ already, with the same settings, is not trained again.
 
 import argparse
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +89,9 @@ def train(method: str, recipe: str) -> list[Record]:
         for speed in ("run_seconds", "images_per_second"):  # no part of it: cores may be shared
             del record.protocol[speed]
         record.protocol["method"] = identity(method, recipe)
-    return [by_subject[UNTRAINED], by_subject[method]]
+    # Records here go by the method's name; how it differs from its publication, its settings tell.
+    subject = load_config(recipe, overrides(method)).method.subject
+    return [by_subject[UNTRAINED], replace(by_subject[subject], subject=method)]
 
 
 def identity(method: str, recipe: str) -> dict[str, Any]:

@@ -577,3 +577,12 @@ def test_settings_lists_every_field(recipe: str | None) -> None:
 
 def test_settings_of_an_unknown_recipe() -> None:
     assert_refused(run_cli("settings", "--recipe", "dmeo"), "did you mean demo?")
+
+
+def test_options_of_evaluations_default_to_those_of_python() -> None:
+    """They stand twice, so that help need not wait for torch; the cache is the command line's."""
+    from xmoco.cli.options import DEFAULTS
+
+    usual = xmoco.EvalOptions()
+    others = {name: value for name, value in DEFAULTS.items() if name != "cache"}
+    assert others == {name: getattr(usual, name) for name in others}

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 import typer.core
@@ -203,7 +203,6 @@ def takes_eval_options(**options: Any) -> Callable[[Callable[..., None]], Callab
     gets an ``EvalOptions`` made of them."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(command)
         def run(**given: Any) -> None:
             from xmoco.evaluate.cache import default_cache
             from xmoco.evaluate.evaluation import EvalOptions
@@ -223,9 +222,10 @@ def takes_eval_options(**options: Any) -> Callable[[Callable[..., None]], Callab
                 ]
             else:
                 parameters.append(parameter)
+        shown: Any = functools.update_wrapper(run, command)
         # Typer reads both.
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
-        return run
+        shown.__signature__ = inspect.Signature(parameters)
+        shown.__annotations__ = {each.name: each.annotation for each in parameters}
+        return cast(Callable[..., None], shown)
 
     return decorate
